@@ -1,0 +1,62 @@
+"""What the configuration can name and this version does not have yet: refused before anything is built.
+
+Parsing accepts it all, so that files written for recsys-examples parse, print and compare; training and ``--check`` ask
+here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genrec.configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentConfig, UnavailableError
+
+
+def check_available(config: ExperimentConfig, *, device_type: str) -> None:
+    """Raise UnavailableError, naming every feature that a run on ``device_type`` ("cpu" or "cuda") lacks."""
+    missing = [*_missing_of_run(config, device_type), *_missing_of_network(config), *_missing_of_data(config)]
+    if missing:
+        raise UnavailableError(f"not available in this version: {'; '.join(missing)}")
+
+
+def _missing_of_run(config: ExperimentConfig, device_type: str) -> Iterator[str]:
+    if config.task == "retrieval":
+        yield "retrieval, ranking is"
+    trainer, parallel_size = config.trainer, config.tensor_parallel.tensor_model_parallel_size
+    if trainer.nonfinite == "locate":
+        yield "TrainerArgs.nonfinite = 'locate', 'stop' and 'skip' are"
+    if device_type == "cuda" and trainer.pipeline_type != "none":
+        yield f"TrainerArgs.pipeline_type = {trainer.pipeline_type!r} on a GPU, 'none' is"
+    if parallel_size > 1:
+        yield f"TensorModelParallelArgs.tensor_model_parallel_size = {parallel_size} (tensor parallelism), 1 is"
+
+
+def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:
+    network = config.network
+    if config.mixed_precision.mixed_precision_dtype is not None:
+        yield "MixedPrecisionArgs.mixed_precision_dtype = 'fp8' (FP8), None is"
+    if network.kernel_backend in ("cutlass", "triton"):
+        yield f"NetworkArgs.kernel_backend = {network.kernel_backend!r}, 'auto' and 'pytorch' are"
+    if network.dtype_str == "float16":
+        yield "NetworkArgs.dtype_str = 'float16', whose gradients need loss scaling, 'bfloat16' and 'float32' are"
+    for name in ("recompute_input_layernorm", "recompute_input_silu"):
+        if getattr(network, name):
+            yield f"NetworkArgs.{name} = True, False is"
+    if network.embedding_backend is not None:
+        yield f"NetworkArgs.embedding_backend = {network.embedding_backend!r}, an inference option, None is"
+
+
+def _missing_of_data(config: ExperimentConfig) -> Iterator[str]:
+    dataset = config.dataset
+    if not isinstance(dataset, BenchmarkDatasetArgs):
+        return
+    for table in dataset.embedding_args:
+        if isinstance(table, DynamicEmbeddingArgs):
+            yield f"DynamicEmbeddingArgs (table {table.table_name!r}), EmbeddingArgs is"
+        elif table.sharding_type != "data_parallel":
+            asked = f"EmbeddingArgs.sharding_type = {table.sharding_type!r} (table {table.table_name!r})"
+            yield f"{asked}, 'data_parallel' is"
+    for group in dataset.feature_args:
+        several = group.is_jagged or group.max_sequence_length > 1
+        for name in sorted(set(group.feature_names) & set(dataset.contextual_feature_names)):
+            if several:
+                yield f"contextual feature {name!r} with other than one value a user"

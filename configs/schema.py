@@ -1,0 +1,504 @@
+"""Every knob of genrec: the frozen ``*Args`` dataclasses that gin binds by class name.
+
+The names follow NVIDIA recsys-examples' HSTU training (``gin_config_args.py``), so that a gin file written for it runs
+unchanged; fields and values marked "(genrec)" or below "genrec's own" are not in it. Each class checks itself when
+built and raises :class:`ConfigError` with the field, its value and what is allowed; :class:`ExperimentConfig` checks
+what spans classes. Named values are taken in any case and stored as spelt here. Every package may import this file, and
+only the training package the others of configs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from genrec.configs import combinations
+from genrec.configs.checks import (
+    convert_fields,
+    refusal,
+    require,
+    require_at_least,
+    require_choice,
+    require_choices,
+    require_fraction,
+    require_minus_one_or_positive,
+    require_positive,
+    require_unique,
+    set_field,
+)
+from genrec.configs.errors import ConfigError as ConfigError
+from genrec.configs.errors import UnavailableError as UnavailableError
+from genrec.configs.errors import UserError as UserError
+
+DATASET_NAMES = (
+    "ml-100k",
+    "ml-1m",
+    "ml-20m",
+    "ml-25m",
+    "kuairand-pure",
+    "kuairand-1k",
+    "kuairand-27k",
+    "custom",
+)
+SHARDING_TYPES = ("data_parallel", "model_parallel", "row_wise", "table_wise", "column_wise", "auto")
+RANKING_METRICS = ("AUC", "GAUC", "NE", "LogLoss", "Accuracy")
+RETRIEVAL_METRIC = re.compile(r"(HR|NDCG|MRR)@[1-9][0-9]*")
+ATTENTION_QUANTIZATIONS = ("bf16", "fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor")
+KV_CHANNELS_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class TrainerArgs:
+    """The training loop. Batch sizes are users per rank.
+
+    ``eval_interval=0`` evaluates only at the end; ``ckpt_save_interval=-1`` saves only at the end.
+    """
+
+    train_batch_size: int
+    eval_batch_size: int
+    eval_interval: int = 100
+    log_interval: int = 100
+    max_train_iters: int | None = None  # None: one epoch
+    max_eval_iters: int | None = None
+    seed: int = 1234
+    profile: bool = False
+    profile_step_start: int = 100
+    profile_step_end: int = 200
+    ckpt_save_interval: int = -1
+    ckpt_save_dir: str = ""  # "": output_dir/checkpoints
+    ckpt_load_dir: str = ""  # a checkpoint to start from (weights and state)
+    pipeline_type: str = "native"  # "none", "native", "prefetch": what overlaps on a GPU; a CPU has nothing to overlap
+    enable_balanced_shuffler: bool = False
+    # genrec's own
+    output_dir: str = "outputs"
+    resume: str = "auto"  # "auto": continue from the newest whole checkpoint of the run; "never"
+    keep_checkpoints: int = 3
+    grad_clip_norm: float | None = None
+    lr_schedule: str = "constant"  # after warm-up: "constant", "linear" or "cosine" down to min_lr_ratio
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    accumulate_steps: int = 1
+    nonfinite: str = "stop"  # "stop", "skip", "locate"
+    deterministic: bool = False
+    device: str = "auto"  # "auto", "cpu", "cuda"
+    ema_decay: float | None = None  # evaluate an exponential moving average of the weights
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_at_least(self, 1, "train_batch_size", "eval_batch_size", "log_interval", "max_train_iters")
+        require_at_least(self, 1, "max_eval_iters", "keep_checkpoints", "accumulate_steps")
+        require_at_least(self, 0, "eval_interval", "seed", "profile_step_start", "warmup_steps")
+        require_minus_one_or_positive(self, "ckpt_save_interval")
+        require_positive(self, "grad_clip_norm")
+        require_fraction(self, "min_lr_ratio", below_one=False)
+        require_fraction(self, "ema_decay")
+        require_choice(self, "pipeline_type", ("none", "native", "prefetch"))
+        require_choice(self, "resume", ("auto", "never"))
+        require_choice(self, "lr_schedule", ("constant", "linear", "cosine"))
+        require_choice(self, "nonfinite", ("stop", "skip", "locate"))
+        require_choice(self, "device", ("auto", "cpu", "cuda"))
+        require(self, "output_dir", bool(self.output_dir), "must name a folder")
+        if self.profile:
+            start = self.profile_step_start
+            later = self.profile_step_end > start
+            require(self, "profile_step_end", later, f"must be above profile_step_start = {start}")
+
+
+@dataclass(frozen=True)
+class DatasetArgs:
+    """A prepared dataset (``examples/prepare_data.py``) and how sequences are cut from it. Lengths are in events.
+
+    ``max_history_seqlen`` is required; ``max_sequence_length`` is another name for it that is empty (-1) once built.
+    """
+
+    dataset_name: str
+    max_history_seqlen: int = -1
+    dataset_path: str | None = None  # None: prepared/<dataset_name> below the working directory
+    max_num_candidates: int = 0  # 0: every event of a sequence is a target; K > 0: the last K events are
+    shuffle: bool = False
+    # genrec's own
+    max_sequence_length: int = -1  # alias of max_history_seqlen
+    split: str = "leave_last"  # "leave_last", "user", "global_time": must be what the data was prepared with
+    num_workers: int = 0
+    contextual_features: tuple[str, ...] | None = None  # None: all that the dataset has
+    event_dropout: float = 0.0  # share of events left out of a training sequence, drawn anew each epoch
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_choice(self, "dataset_name", DATASET_NAMES)
+        self._resolve_alias()
+        require_at_least(self, 0, "max_num_candidates", "num_workers")
+        require_choice(self, "split", ("leave_last", "user", "global_time"))
+        require_unique(self, "contextual_features")
+        require_fraction(self, "event_dropout")
+
+    def _resolve_alias(self) -> None:
+        length, alias = self.max_history_seqlen, self.max_sequence_length
+        if length == -1 and alias == -1:
+            raise ConfigError("DatasetArgs.max_history_seqlen is required", "DatasetArgs.max_history_seqlen")
+        if -1 not in (length, alias) and length != alias:
+            raise refusal(self, "max_sequence_length", f"must equal max_history_seqlen = {length}, being its alias")
+        name = "max_history_seqlen" if alias == -1 else "max_sequence_length"
+        require_at_least(self, 1, name)
+        set_field(self, "max_history_seqlen", max(length, alias))
+        set_field(self, "max_sequence_length", -1)
+
+
+@dataclass(frozen=True)
+class RandomDistribution:
+    """A distribution over natural numbers for synthetic data, values in [low, high].
+
+    "uniform" excludes ``high``, which it needs (FeatureArgs fills it in for lengths); the others are clamped to it.
+    "normal" needs mean and std. "lognormal" takes the mean and std (default: mean / 2) of the values themselves.
+    "zipf": P(low - 1 + k) is proportional to k^-alpha, k >= 1; alpha > 1, default 1.5.
+    """
+
+    dist_type: str  # "uniform", "normal", "zipf", "lognormal"
+    low: int = 0
+    high: int | None = None
+    mean: float | None = None
+    std: float | None = None
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_choice(self, "dist_type", ("uniform", "normal", "zipf", "lognormal"))
+        require_at_least(self, 0, "low")
+        high = self.high
+        require(self, "high", high is None or high >= self.low, f"must be at least low = {self.low}")
+        if self.dist_type == "uniform":
+            require(self, "high", high != self.low, f"must be above low = {self.low}, since uniform leaves it out")
+        if self.dist_type == "normal":
+            require(self, "std", self.std is not None, "must be given for 'normal'")
+        if self.dist_type in ("normal", "lognormal"):
+            require(self, "mean", self.mean is not None, f"must be given for {self.dist_type!r}")
+            require_positive(self, "std")
+        if self.dist_type == "lognormal":
+            require_positive(self, "mean")
+        require(self, "alpha", self.alpha is None or 1 < self.alpha < float("inf"), "must be above 1")
+
+
+@dataclass(frozen=True)
+class FeatureArgs:
+    """Synthetic features that share their lengths: all of ``feature_names`` have the same number of values a user."""
+
+    feature_names: tuple[str, ...]
+    max_sequence_length: int
+    is_jagged: bool = False
+    seqlen_dist: RandomDistribution | None = None
+    value_dists: dict[str, RandomDistribution] | None = None
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require(self, "feature_names", bool(self.feature_names), "must name at least one feature")
+        require_unique(self, "feature_names")
+        require_at_least(self, 1, "max_sequence_length")
+        self._limit_lengths()
+        unknown = sorted(set(self.value_dists or ()) - set(self.feature_names))
+        require(self, "value_dists", not unknown, f"must be keyed by feature_names, which lack {unknown}")
+
+    def _limit_lengths(self) -> None:
+        """Fill in and check the upper end of ``seqlen_dist``."""
+        if self.seqlen_dist is None:
+            return
+        limit = self.max_sequence_length
+        if self.seqlen_dist.high is None:
+            set_field(self, "seqlen_dist", replace(self.seqlen_dist, high=limit))
+        elif self.seqlen_dist.high > limit:
+            raise refusal(self, "seqlen_dist", f"must have high at most max_sequence_length = {limit}")
+
+
+@dataclass(frozen=True)
+class EmbeddingArgs:
+    """One embedding table. ``item_vocab_size_or_capacity`` is its number of rows."""
+
+    feature_names: tuple[str, ...]
+    table_name: str
+    item_vocab_size_or_capacity: int
+    sharding_type: str = "data_parallel"  # "model_parallel", (genrec) "row_wise", "table_wise", "column_wise", "auto"
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require(self, "feature_names", bool(self.feature_names), "must name at least one feature")
+        require_unique(self, "feature_names")
+        require(self, "table_name", bool(self.table_name), "must not be empty")
+        require_at_least(self, 1, "item_vocab_size_or_capacity")
+        require_choice(self, "sharding_type", SHARDING_TYPES)
+
+
+@dataclass(frozen=True)
+class DynamicEmbeddingArgs(EmbeddingArgs):
+    """recsys-examples' dynamic (hashed, HBM-cached) table; accepted so that its gin files parse."""
+
+    sharding_type: str = "model_parallel"
+    global_hbm_for_values: int | None = None
+    item_vocab_gpu_capacity: float | None = None
+    item_vocab_gpu_capacity_ratio: float | None = None
+    evict_strategy: str = "lru"
+    caching: bool = False
+    dist_type: str = "roundrobin"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "sharding_type", self.sharding_type == "model_parallel", "must be 'model_parallel' here")
+        require_choice(self, "evict_strategy", ("lru", "lfu"))
+        require_choice(self, "dist_type", ("continuous", "roundrobin", "hash_roundrobin"))
+        require_at_least(self, 0, "global_hbm_for_values", "item_vocab_gpu_capacity", "item_vocab_gpu_capacity_ratio")
+
+
+@dataclass(frozen=True)
+class BenchmarkDatasetArgs:
+    """Synthetic data; bound instead of DatasetArgs."""
+
+    feature_args: tuple[FeatureArgs, ...]
+    embedding_args: tuple[EmbeddingArgs, ...]
+    item_feature_name: str
+    contextual_feature_names: tuple[str, ...]
+    action_feature_name: str | None = None
+    max_num_candidates: int = 0
+    num_generated_batches: int = 100
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_at_least(self, 0, "max_num_candidates")
+        require_at_least(self, 1, "num_generated_batches")
+        require_unique(self, "contextual_feature_names")
+        combinations.check_synthetic_features(self)
+
+
+@dataclass(frozen=True)
+class NetworkArgs:
+    """The HSTU encoder. ``kv_channels`` is the width of one head; lengths are in tokens.
+
+    ``kv_channels`` must be a multiple of 8: attention kernels load the rows of a head 16 bytes at a time, 8 numbers of
+    16 bits, and a file that trains on a CPU should train on a GPU too. ``hidden_size`` is free: projections lead from
+    it to ``num_attention_heads * kv_channels`` and back, so neither needs to divide the other.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    kv_channels: int
+    hidden_dropout: float = 0.2
+    norm_epsilon: float | None = None  # None: as the layer style is defined, 1e-5 (dlrm_v3, research: 1e-6)
+    is_causal: bool = True
+    dtype_str: str = "bfloat16"  # "bfloat16", "float16", (genrec) "float32"
+    kernel_backend: str = "auto"  # (genrec) "auto", "cutlass", "triton", "pytorch"
+    target_group_size: int = 1
+    num_position_buckets: int = 8192
+    recompute_input_layernorm: bool = False
+    recompute_input_silu: bool = False
+    item_embedding_dim: int = -1
+    contextual_embedding_dim: int = -1
+    scaling_seqlen: int = -1  # the divisor N of the attention; -1: the configured maximum length in tokens
+    embedding_backend: str | None = None
+    disable_contextual_mask: bool = False
+    # genrec's own
+    layer_style: str = "recsys_examples"  # "recsys_examples", "dlrm_v3", "research"
+    output_norm: str = "layer"  # layer_style "dlrm_v3" only: "layer" or "group" (over heads)
+    use_time_encoding: bool = False
+    time_encoding_reference: str = "last"  # "last": time to the last event; "previous": since the event before
+    contextual_mask: str = "prefix"  # "prefix", "history"
+    max_attn_len: int = 0
+    attn_alpha: float | None = None  # None: 1 / sqrt(kv_channels)
+    qk_bias_init: float = 0.0  # start value of the query and key biases; positive: attention starts as an average
+    action_fusion: str = "none"  # "none": the action token is the action's embedding; "add": plus its item's
+    embedding_init_std: float | None = None  # None: 1 / sqrt(rows) uniform, as TorchRec
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "kv_channels")
+        require_at_least(self, 1, "target_group_size", "num_position_buckets")
+        multiple = KV_CHANNELS_MULTIPLE
+        require(self, "kv_channels", self.kv_channels % multiple == 0, f"must be a multiple of {multiple}")
+        require_fraction(self, "hidden_dropout")
+        require_positive(self, "norm_epsilon", "attn_alpha", "embedding_init_std")
+        require_minus_one_or_positive(self, "item_embedding_dim", "contextual_embedding_dim", "scaling_seqlen")
+        require_at_least(self, 0, "max_attn_len")
+        require_choice(self, "dtype_str", ("bfloat16", "float16", "float32"))
+        require_choice(self, "kernel_backend", ("auto", "cutlass", "triton", "pytorch"))
+        require_choice(self, "layer_style", ("recsys_examples", "dlrm_v3", "research"))
+        require_choice(self, "output_norm", ("layer", "group"))
+        require_choice(self, "time_encoding_reference", ("last", "previous"))
+        require_choice(self, "contextual_mask", ("prefix", "history"))
+        require_choice(self, "action_fusion", ("none", "add"))
+        require(self, "qk_bias_init", abs(self.qk_bias_init) < float("inf"), "must be finite")
+        self._check_layer_style()
+
+    def _check_layer_style(self) -> None:
+        """Refuse options that the chosen layer does not have."""
+        style = self.layer_style
+        if style != "dlrm_v3":
+            require(self, "output_norm", self.output_norm == "layer", f"must be 'layer' with layer_style = {style!r}")
+        if style == "research":
+            require(self, "qk_bias_init", self.qk_bias_init == 0, "must be 0: layer_style 'research' has no biases")
+
+
+@dataclass(frozen=True)
+class OptimizerArgs:
+    """Dense and embedding optimizers."""
+
+    optimizer_str: str  # "adam", "sgd", (genrec) "adamw", "rowwise_adagrad" (embeddings only)
+    learning_rate: float
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    # genrec's own
+    embedding_optimizer_str: str | None = None  # None: as the dense one
+    embedding_learning_rate: float | None = None  # None: as the dense one
+    weight_decay: float = 0.0  # decoupled with adamw; matrices only, never biases and norms
+    embedding_weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_choice(self, "optimizer_str", ("adam", "adamw", "sgd", "rowwise_adagrad"))
+        only_tables = "is for embedding tables (embedding_optimizer_str), must be 'adam', 'adamw' or 'sgd' here"
+        require(self, "optimizer_str", self.optimizer_str != "rowwise_adagrad", only_tables)
+        require_choice(self, "embedding_optimizer_str", ("adam", "adamw", "sgd", "rowwise_adagrad"))
+        require_positive(self, "learning_rate", "embedding_learning_rate", "adam_eps")
+        require_fraction(self, "adam_beta1", "adam_beta2")
+        for name in ("weight_decay", "embedding_weight_decay"):
+            require(self, name, 0 <= getattr(self, name) < float("inf"), "must be at least 0 and finite")
+
+
+@dataclass(frozen=True)
+class RankingArgs:
+    """Ranking heads.
+
+    ``num_tasks=1`` with a last layer of k > 1 is k-class cross entropy; else one BCE a task, on bit i of the label.
+    """
+
+    prediction_head_arch: tuple[int, ...]
+    prediction_head_act_type: str = "relu"
+    prediction_head_bias: bool = True
+    num_tasks: int = 1
+    eval_metrics: tuple[str, ...] = ("AUC",)
+    # genrec's own
+    l2_norm: bool = False  # L2-normalise the user state before the head
+    task_weights: tuple[float, ...] | None = None  # None: all 1
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        arch = self.prediction_head_arch
+        require(self, "prediction_head_arch", bool(arch) and min(arch) >= 1, "must list layer widths of at least 1")
+        require_choice(self, "prediction_head_act_type", ("relu", "gelu"))
+        require_at_least(self, 1, "num_tasks")
+        one_output_a_task = self.num_tasks == 1 or arch[-1] == self.num_tasks
+        require(self, "num_tasks", one_output_a_task, f"must be 1 or the head's last width, {arch[-1]}")
+        require_choices(self, "eval_metrics", RANKING_METRICS)
+        self._check_task_weights()
+
+    def _check_task_weights(self) -> None:
+        weights = self.task_weights
+        if weights is not None:
+            matching = len(weights) == self.num_tasks
+            require(self, "task_weights", matching, f"must have num_tasks = {self.num_tasks} numbers")
+            valid = all(0 <= weight < float("inf") for weight in weights) and sum(weights) > 0
+            require(self, "task_weights", valid, "must be finite, at least 0, and not all 0")
+
+
+@dataclass(frozen=True)
+class RetrievalArgs:
+    """Retrieval by sampled softmax. ``num_negatives=-1``: the other targets of the batch."""
+
+    num_negatives: int = -1
+    temperature: float = 0.05
+    l2_norm_eps: float = 1e-6
+    eval_metrics: tuple[str, ...] = ("HR@10", "NDCG@10")
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_minus_one_or_positive(self, "num_negatives")
+        require_positive(self, "temperature", "l2_norm_eps")
+        set_field(self, "eval_metrics", tuple(metric.upper() for metric in self.eval_metrics))
+        known = all(RETRIEVAL_METRIC.fullmatch(metric) for metric in self.eval_metrics)
+        require(self, "eval_metrics", known, "must hold only HR@k, NDCG@k and MRR@k, such as 'HR@10'")
+        require_unique(self, "eval_metrics")
+
+
+@dataclass(frozen=True)
+class TensorModelParallelArgs:
+    """Tensor parallelism of the dense layers."""
+
+    tensor_model_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_at_least(self, 1, "tensor_model_parallel_size")
+
+
+@dataclass(frozen=True)
+class MixedPrecisionArgs:
+    """What runs in FP8 inside the layers, independent of NetworkArgs.dtype_str, which is what flows between them.
+
+    ``mixed_precision_dtype=None`` turns all of it off and leaves the other fields without effect, so that one file
+    serves both runs of a comparison.
+    """
+
+    mixed_precision_dtype: str | None = None  # None, "fp8"
+    linear_recipe: str | None = "tensorwise"  # None (no FP8 linears), "delayed", "tensorwise", "blockwise", "mxfp8"
+    linear_scaling_precision: str = "hybrid"  # "hybrid", "e4m3"
+    enable_fp8_for_prediction_head: bool = False
+    # "bf16" (not quantized), "fp8" (plain cast), "1xdim" (alias "128x1"), "per-block", "per-head", "per-batch",
+    # "per-tensor"
+    hstu_attn_quantization_mode: str = "bf16"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    margin: int = 0
+    fp8_during_eval: bool = False
+    skip_first_last_layer: bool = False
+    pad_multiple: int | None = None
+    backend: str = "te"  # "te", "emulated"
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require_choice(self, "mixed_precision_dtype", ("fp8",))
+        require_choice(self, "linear_recipe", ("delayed", "tensorwise", "blockwise", "mxfp8"))
+        require_choice(self, "linear_scaling_precision", ("hybrid", "e4m3"))
+        require_choice(self, "hstu_attn_quantization_mode", ATTENTION_QUANTIZATIONS)
+        if self.hstu_attn_quantization_mode == "128x1":
+            set_field(self, "hstu_attn_quantization_mode", "1xdim")
+        require_choice(self, "amax_compute_algo", ("max", "most_recent"))
+        require_choice(self, "backend", ("te", "emulated"))
+        require_at_least(self, 1, "amax_history_len", "pad_multiple")
+        require_at_least(self, 0, "margin")
+        self._check_something_runs_in_fp8()
+
+    def _check_something_runs_in_fp8(self) -> None:
+        if self.mixed_precision_dtype is None:
+            return
+        linears, attention = self.linear_recipe is not None, self.hstu_attn_quantization_mode != "bf16"
+        nothing = "must come with a linear_recipe or with hstu_attn_quantization_mode other than 'bf16'"
+        require(self, "mixed_precision_dtype", linears or attention, nothing)
+        head = self.enable_fp8_for_prediction_head
+        require(self, "enable_fp8_for_prediction_head", linears or not head, "must come with a linear_recipe")
+
+
+Task = Literal["ranking", "retrieval"]
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """One run's whole configuration, checked across classes.
+
+    text: the gin config as parsed. digest: a hash of the resolved values, the same in every process that resolved the
+    same; where a run keeps its files (:data:`combinations.DIGEST_IGNORES`) and ``text`` do not count.
+    """
+
+    task: Task
+    trainer: TrainerArgs
+    dataset: DatasetArgs | BenchmarkDatasetArgs
+    network: NetworkArgs
+    optimizer: OptimizerArgs
+    ranking: RankingArgs | None = None
+    retrieval: RetrievalArgs | None = None
+    tensor_parallel: TensorModelParallelArgs = field(default_factory=TensorModelParallelArgs)
+    mixed_precision: MixedPrecisionArgs = field(default_factory=MixedPrecisionArgs)
+    text: str = ""
+    digest: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        combinations.check_experiment(self)
+        set_field(self, "digest", combinations.digest(self))

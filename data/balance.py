@@ -1,0 +1,57 @@
+"""Shares a global batch among ranks so that their work is even, from lengths alone: no rank exchanges rows.
+
+The work of a sequence of L events grows as L^2 (attention) plus a linear part (projections and MLPs). Ranks get equally
+many users (counts differ by one at most), and every rank computes the same partition by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+
+def sequence_costs(lengths: np.ndarray, *, linear: float = 0.0) -> np.ndarray:
+    """L^2 + linear * L for lengths (N,), float64. ``linear`` is the length at which both parts weigh the same."""
+    lengths = lengths.astype(np.float64)
+    return lengths * (lengths + linear)
+
+
+def partition(costs: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Places 0 .. N-1 in ``num_parts`` sets of even size and even sum of ``costs (N,)``; each set ascending.
+
+    Largest first to the lightest set that has room, then swaps between the heaviest and the lightest set while they
+    help.
+    Deterministic: ties go to the earlier place and the lower set.
+    """
+    num_places = len(costs)
+    room = [num_places // num_parts + (part < num_places % num_parts) for part in range(num_parts)]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    lightest = [(0.0, part) for part in range(num_parts) if room[part]]
+    for place in np.argsort(-costs, kind="stable"):
+        cost, part = heapq.heappop(lightest)
+        parts[part].append(int(place))
+        if len(parts[part]) < room[part]:
+            heapq.heappush(lightest, (cost + float(costs[place]), part))
+    sets = [np.array(sorted(places), dtype=np.int64) for places in parts]
+    _swap(sets, costs)
+    return [np.sort(places) for places in sets]
+
+
+def _swap(sets: list[np.ndarray], costs: np.ndarray, *, max_swaps_per_set: int = 8) -> None:
+    """Exchanges one place of the heaviest set for one of the lightest, the pair that best halves their gap."""
+    sums = np.array([costs[places].sum() for places in sets])
+    for _ in range(max_swaps_per_set * len(sets)):
+        heavy, light = int(sums.argmax()), int(sums.argmin())
+        gap = sums[heavy] - sums[light]
+        if gap == 0 or not len(sets[light]):
+            return
+        moved = costs[sets[heavy]][:, None] - costs[sets[light]][None, :]
+        row, column = np.unravel_index(np.abs(gap - 2 * moved).argmin(), moved.shape)
+        change = moved[row, column]
+        # A swap must leave both sets below the heavy one's sum, or it only trades places.
+        if not 0 < change < gap:
+            return
+        sets[heavy][row], sets[light][column] = sets[light][column], sets[heavy][row]
+        sums[heavy] -= change
+        sums[light] += change

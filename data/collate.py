@@ -1,0 +1,127 @@
+"""From window numbers to a Batch: slices of whole arrays, no loop over events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from genrec.data.batch import Batch, jagged_features
+from genrec.data.dataset import SequenceDataset
+from genrec.data.format import EVENT_COLUMNS, DataError, label_mask_table
+from genrec.data.windows import WindowPlan
+
+ITEM = "item"
+ACTION = "action"
+
+
+@dataclass(frozen=True)
+class CollateOptions:
+    """with_candidates: targets are candidates. protect_targets: event dropout keeps them. label: "mask" or "class"."""
+
+    contextual_features: tuple[str, ...]
+    label: str
+    with_candidates: bool
+    protect_targets: bool
+    event_dropout: float
+    seed: int
+
+
+def collate(
+    dataset: SequenceDataset, plan: WindowPlan, windows: np.ndarray, *, options: CollateOptions, epoch: int
+) -> Batch:
+    """The batch of ``windows (B,)``; B = 0 is legal. A function of its arguments alone.
+
+    Raises:
+        DataError: an id outside its table, or a damaged file.
+    """
+    rows = plan.row[windows]
+    events, contexts = _gather(dataset, plan, windows, options.contextual_features)
+    lengths = plan.lengths[windows]
+    owner = np.repeat(np.arange(len(windows)), lengths)
+    position = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    is_target = position >= (plan.history_stop - plan.history_start)[windows][owner]
+    if options.event_dropout > 0:
+        keep = uniform(options.seed, epoch, windows[owner], position) >= options.event_dropout
+        if options.protect_targets:
+            keep |= is_target
+        events = {name: values[keep] for name, values in events.items()}
+        owner, is_target = owner[keep], is_target[keep]
+        lengths = np.bincount(owner, minlength=len(windows))
+    num_labelled = np.bincount(owner[is_target], minlength=len(windows))
+    features = {name: contexts[name] for name in options.contextual_features} | {ITEM: events["item"]}
+    num_actions = dataset.metadata.num_actions
+    if num_actions:
+        features[ACTION] = events["action"]
+    _check_features(dataset, features)
+    labels = events["action"][is_target]
+    if options.label == "mask" and num_actions:
+        labels = np.array(label_mask_table(dataset.metadata), dtype=np.int64)[labels]
+    return Batch(
+        features=jagged_features(features, lengths, num_contexts=len(options.contextual_features)),
+        timestamps=torch.from_numpy(events["timestamp"]),
+        num_candidates=torch.from_numpy(num_labelled if options.with_candidates else np.zeros_like(num_labelled)),
+        num_labelled=torch.from_numpy(num_labelled),
+        labels=torch.from_numpy(labels),
+        user_ids=torch.from_numpy(dataset.user_ids[rows]),
+        batch_size=len(windows),
+        max_num_events=int(lengths.max(initial=0)),
+        item_feature_name=ITEM,
+        action_feature_name=ACTION if num_actions else None,
+        contextual_feature_names=options.contextual_features,
+    )
+
+
+def _gather(
+    dataset: SequenceDataset, plan: WindowPlan, windows: np.ndarray, contextual_features: Sequence[str]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Event columns (E,) and contexts (B,) of the windows, in order; the loop is over users, events are sliced."""
+    groups, local_rows = dataset.locate(plan.row[windows])
+    slices: dict[str, list[np.ndarray]] = {name: [np.empty(0, dtype=np.int64)] for name in EVENT_COLUMNS}
+    contexts = {name: np.empty(len(windows), dtype=np.int64) for name in contextual_features}
+    for place, (window, group, row) in enumerate(zip(windows, groups, local_rows, strict=True)):
+        rows = dataset.row_group(int(group))
+        base = rows.offsets[row]
+        history = slice(base + plan.history_start[window], base + plan.history_stop[window])
+        targets = slice(base + plan.target_start[window], base + plan.target_stop[window])
+        for name in EVENT_COLUMNS:
+            slices[name] += [rows.events[name][history], rows.events[name][targets]]
+        for name in contextual_features:
+            contexts[name][place] = rows.contexts[name][row]
+    return {name: np.concatenate(parts) for name, parts in slices.items()}, contexts
+
+
+def _check_features(dataset: SequenceDataset, features: dict[str, np.ndarray]) -> None:
+    metadata = dataset.metadata
+    sizes = {**metadata.contextual_features, ITEM: metadata.num_items, ACTION: metadata.num_actions}
+    for name, values in features.items():
+        check_ids(values, feature=name, table=name, num_rows=sizes[name])
+
+
+def check_ids(values: np.ndarray, *, feature: str, table: str, num_rows: int) -> None:
+    """Raises DataError naming feature, id and table unless all ``values`` are rows of a table of ``num_rows`` rows."""
+    for extreme in (values.min(), values.max()) if len(values) else ():
+        if not 0 <= extreme < num_rows:
+            allowed = f"{num_rows} rows (ids 0 to {num_rows - 1})"
+            raise DataError(f"feature {feature!r} has id {extreme} but table {table!r} has {allowed}")
+
+
+def uniform(seed: int, epoch: int, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1), one for each (seed, epoch, sequence, position); arrays (N,).
+
+    A counter-based generator (splitmix64's finaliser over the counters), so that a batch needs no generator state.
+    """
+    key = _mix(_mix(np.uint64(seed)) ^ np.uint64(epoch))
+    bits = _mix(_mix(sequence.astype(np.uint64) ^ key) ^ position.astype(np.uint64))
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(counter: np.ndarray | np.uint64) -> np.ndarray:
+    bits = np.array(counter, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        bits += np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(bits ^ (bits >> np.uint64(31)))

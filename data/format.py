@@ -1,0 +1,123 @@
+"""The prepared dataset on disk: its metadata and the columns of its parquet files.
+
+::
+
+    DIR/metadata.json                    DatasetMetadata
+    DIR/vocabulary/item.parquet          original_id: the original id of dense id = row number
+    DIR/vocabulary/<context>.parquet     value: the original value of dense id = row number
+    DIR/train/00000.parquet ...          one row a user, likewise valid/ and test/
+
+Columns of a row, all int64:
+
+=============  =========  ==========================================================================================
+column         kind       meaning
+=============  =========  ==========================================================================================
+user_id        scalar     the user's original id
+context_NAME   scalar     dense id of contextual feature NAME, one column a feature
+item           list       dense item ids in time order (timestamp, then the tie rule that metadata.json states)
+action         list       classes 0 .. num_actions - 1
+timestamp      list       seconds
+num_targets    scalar     how many of the last events are this split's targets
+num_events     scalar     length of the lists
+=============  =========  ==========================================================================================
+
+A train row holds the events trained on (num_targets = num_events); a valid row holds train and valid events, a test row
+all three, so that an evaluation row carries the whole earlier history.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from genrec.configs.schema import UserError
+
+FORMAT_VERSION = 1
+SPLIT_NAMES = ("train", "valid", "test")
+EVENT_COLUMNS = ("item", "action", "timestamp")
+
+
+class DataError(UserError):
+    """Data that is missing, damaged or not what its metadata says; one sentence with the file and what to do."""
+
+
+@dataclass(frozen=True)
+class DatasetMetadata:
+    """What a prepared dataset holds.
+
+    source: where the rows came from ("grouplens", "recbole", or the path given). source_hash: sha256 of the source.
+    split: the rule and its options. tie_rule: the order of events of equal timestamp.
+    contextual_features: feature name to vocabulary rows, in the order of the context tokens.
+    num_actions: action classes, 0 for data without actions.
+    label_bits: (name, smallest class that sets the bit), bit 0 first. positive_class: that class of bit 0.
+    num_events: events in the source; num_targets and num_rows: per split. dropped: reason to count of events or users
+    left out; notes: further counts (users too short to split, in one file only, without events). files: path to sha256.
+    """
+
+    name: str
+    source: str
+    source_hash: str
+    split: dict[str, Any]
+    tie_rule: str
+    contextual_features: dict[str, int]
+    num_items: int
+    num_actions: int
+    label_bits: tuple[tuple[str, int], ...]
+    positive_class: int
+    num_users: int
+    num_events: int
+    num_targets: dict[str, int]
+    num_rows: dict[str, int]
+    dropped: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """The text of metadata.json."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def context_column(feature: str) -> str:
+    """The parquet column of a contextual feature; prefixed, because a feature may itself be called user_id."""
+    return f"context_{feature}"
+
+
+def read_metadata(directory: Path | str) -> DatasetMetadata:
+    """Reads DIR/metadata.json.
+
+    Raises:
+        DataError: the directory or file is missing, is not JSON, lacks a field, or has another format version.
+    """
+    path = Path(directory) / "metadata.json"
+    if not path.is_file():
+        raise DataError(f"{directory} is not a prepared dataset, it has no metadata.json: run examples/prepare_data.py")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format_version"] != FORMAT_VERSION:
+            raise DataError(
+                f"{path} has format version {values['format_version']}, this version reads {FORMAT_VERSION}:"
+                " prepare the dataset again"
+            )
+        values["label_bits"] = tuple((str(name), int(least)) for name, least in values["label_bits"])
+        return DatasetMetadata(**values)
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from error
+
+
+def label_mask_table(metadata: DatasetMetadata) -> list[int]:
+    """The label bit mask of each action class; bit i is set from label_bits[i]'s class on."""
+    classes = range(metadata.num_actions)
+    return [sum(1 << bit for bit, (_, least) in enumerate(metadata.label_bits) if c >= least) for c in classes]
+
+
+def check_one_of(value: str, *, field_name: str, allowed: Sequence[str]) -> None:
+    """Raises DataError, listing what is allowed, unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise DataError(f"{field_name} is {value!r}, allowed are {', '.join(map(repr, allowed))}")

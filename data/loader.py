@@ -1,0 +1,225 @@
+"""SequenceLoader: a prepared split as Batches, the same whatever the number of ranks and workers, resumable anywhere.
+
+An epoch is one order of all windows (windows.py). Global step s takes the next batch_size * world_size of them, each
+rank its share. With 10 windows, batch_size 2 and 2 ranks::
+
+    step 0: [0 1 | 2 3]    step 1: [4 5 | 6 7]    step 2: [8 | 9]      the last part is shared evenly, maybe as nothing
+
+A batch is a function of (seed, epoch, place in the order): nothing random is kept, so the state is two counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from genrec.data.balance import partition, sequence_costs
+from genrec.data.batch import Batch
+from genrec.data.collate import CollateOptions, collate
+from genrec.data.dataset import SequenceDataset
+from genrec.data.format import DataError, check_one_of
+from genrec.data.windows import WindowPlan, plan_evaluation, plan_training
+
+__all__ = ["MODES", "SequenceDataset", "SequenceLoader"]
+
+MODES = ("train", "sequential", "frozen")
+LABELS = ("mask", "class")
+
+
+class SequenceLoader:
+    """Iterating yields the Batches of one epoch from the cursor on; the next iteration is the next epoch.
+
+    mode: "train" (targets: every event, or the last ``max_num_candidates``), "sequential" or "frozen" (evaluation: the
+    split's targets, as labelled history or as candidates). label: "mask" (the metadata's label_bits) or "class".
+    max_history_seqlen, max_num_candidates: events. batch_size: sequences a rank. contextual_features: None for all.
+    event_dropout: share of a training sequence's events left out, drawn anew each epoch; candidates always stay.
+    balanced: ranks share each global batch by cost, L^2 + balance_linear * L (balance.py).
+
+    Raises:
+        DataError: an argument that cannot be; while iterating, an id outside its table or a damaged file.
+    """
+
+    def __init__(
+        self,
+        dataset: SequenceDataset,
+        *,
+        batch_size: int,
+        mode: str,
+        label: str,
+        max_history_seqlen: int,
+        max_num_candidates: int = 0,
+        contextual_features: Sequence[str] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        event_dropout: float = 0.0,
+        num_workers: int = 0,
+        balanced: bool = False,
+        balance_linear: float = 0.0,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        check_one_of(mode, field_name="mode", allowed=MODES)
+        check_one_of(label, field_name="label", allowed=LABELS)
+        _check_at_least("batch_size", batch_size, 1)
+        _check_at_least("max_history_seqlen", max_history_seqlen, 1)
+        _check_at_least("max_num_candidates", max_num_candidates, 0)
+        _check_at_least("num_workers", num_workers, 0)
+        _check_at_least("seed", seed, 0)
+        assert 0 <= rank < world_size, (rank, world_size)
+        if mode == "train" and dataset.split != "train":
+            raise DataError(f"mode is 'train' but the split is {dataset.split!r}, which must never be trained on")
+        if not 0 <= event_dropout < 1 or (event_dropout > 0 and mode != "train"):
+            raise DataError(f"event_dropout is {event_dropout}, allowed are 0 to below 1, and only 0 in evaluation")
+        self.dataset = dataset
+        self.plan = _plan(dataset, mode, max_history_seqlen, max_num_candidates)
+        options = CollateOptions(
+            contextual_features=_choose_contexts(dataset, contextual_features),
+            label=label,
+            with_candidates=mode == "frozen" or (mode == "train" and max_num_candidates > 0),
+            protect_targets=max_num_candidates > 0,
+            event_dropout=event_dropout,
+            seed=seed,
+        )
+        self._batches = _BatchesByPlace(
+            dataset,
+            self.plan,
+            options,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            balance_linear=balance_linear if balanced else None,
+        )
+        self._global_batch_size = batch_size * world_size
+        self._drop_last = drop_last
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._epoch = 0
+        self._num_consumed = 0  # sequences of the epoch handed out, over all ranks
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, the same on every rank."""
+        return len(self._places(0))
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._places(self._num_consumed):
+            self._epoch, self._num_consumed = self._epoch + 1, 0
+        epoch = self._epoch
+        places = self._places(self._num_consumed)
+        batches = DataLoader(
+            self._batches,
+            sampler=[(epoch, place) for place in places],
+            batch_size=None,
+            num_workers=self._num_workers,
+            collate_fn=_unchanged,
+            pin_memory=self._pin_memory,
+            generator=torch.Generator(),  # or it would draw a seed, which nothing here uses, from the global generator
+        )
+        for place, batch in zip(places, batches, strict=True):
+            if isinstance(batch, DataError):
+                raise batch
+            # Before the hand-out, so that a state saved while the batch is trained on doesn't hold it again.
+            self._num_consumed = min(place + self._global_batch_size, len(self.plan))
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor: counts batches handed out, not those that workers have prefetched."""
+        step = -(-self._num_consumed // self._global_batch_size)
+        return {
+            "epoch": self._epoch,
+            "step": step,
+            "num_consumed": self._num_consumed,
+            "num_sequences": len(self.plan),
+            "seed": self._batches.options.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues after the batches that ``state`` counts, also with another batch size or number of ranks.
+
+        Raises:
+            DataError: the state is of other data or another seed, whose order would be another.
+        """
+        own = self.state_dict()
+        for name in ("num_sequences", "seed"):
+            if state[name] != own[name]:
+                raise DataError(f"the saved data position is of {name} {state[name]}, this run has {own[name]}")
+        self._epoch = int(state["epoch"])
+        self._num_consumed = int(state["num_consumed"])
+
+    def _places(self, first: int) -> range:
+        """Where in the epoch's order the global batches from ``first`` on start."""
+        stop = len(self.plan) - (self._global_batch_size - 1 if self._drop_last else 0)
+        return range(first, max(stop, first), self._global_batch_size)
+
+
+class _BatchesByPlace(Dataset[Batch | DataError]):
+    """Map-style: (epoch, first place of the global batch) to this rank's Batch."""
+
+    def __init__(
+        self,
+        dataset: SequenceDataset,
+        plan: WindowPlan,
+        options: CollateOptions,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        balance_linear: float | None,
+    ) -> None:
+        self.dataset, self.plan, self.options = dataset, plan, options
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.shuffle, self.balance_linear = shuffle, balance_linear
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch | DataError:
+        epoch, place = key
+        windows = self._epoch_order(epoch)[place : place + self.batch_size * self.world_size]
+        if self.balance_linear is None:
+            share = np.array_split(windows, self.world_size)[self.rank]
+        else:
+            costs = sequence_costs(self.plan.lengths[windows], linear=self.balance_linear)
+            share = windows[partition(costs, self.world_size)[self.rank]]
+        try:
+            return collate(self.dataset, self.plan, share, options=self.options, epoch=epoch)
+        except DataError as error:
+            # Returned, because a worker process would wrap what it raises in its traceback.
+            return error
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            order = np.arange(len(self.plan))
+            if self.shuffle:
+                order = np.random.default_rng([self.options.seed, epoch]).permutation(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise DataError(f"{name} is {value}, allowed are whole numbers from {least}")
+
+
+def _plan(dataset: SequenceDataset, mode: str, max_history: int, max_candidates: int) -> WindowPlan:
+    if mode == "train":
+        return plan_training(dataset.num_events, max_history=max_history, max_candidates=max_candidates)
+    return plan_evaluation(
+        dataset.num_events, dataset.num_targets, max_events=max_history + max_candidates, frozen=mode == "frozen"
+    )
+
+
+def _choose_contexts(dataset: SequenceDataset, names: Sequence[str] | None) -> tuple[str, ...]:
+    known = dataset.metadata.contextual_features
+    for name in names or ():
+        check_one_of(name, field_name="contextual_features", allowed=tuple(known))
+    return tuple(known if names is None else names)

@@ -1,0 +1,31 @@
+"""EventSource: what every public dataset is turned into before it is split and written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+SOURCE_ROW = "source_row"
+
+
+@dataclass(frozen=True)
+class EventSource:
+    """Events and users of one dataset under their original ids.
+
+    events: user_id, item_id, action (class), timestamp (seconds), source_row (position in the source), all Int64; lazy,
+    so that a source larger than memory is streamed. users: user_id and one column a contextual feature, in the order of
+    the context tokens; may lack users that have events. item_ids: the catalogue, Int64; may lack items with events.
+    origin: where it came from, for the reader. hash: sha256 that changes when the prepared result would.
+    """
+
+    name: str
+    origin: str
+    hash: str
+    events: pl.LazyFrame
+    users: pl.DataFrame
+    item_ids: pl.Series
+    num_actions: int
+    label_bits: tuple[tuple[str, int], ...]
+    positive_class: int
+    tie_rule: str = "events of a user with equal timestamps keep the order of rows in the source file"

@@ -1,0 +1,115 @@
+"""The one attention function, and the choice of the backend that serves it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+
+from torch import Tensor
+
+from genrec.configs.schema import UnavailableError
+from genrec.hstu.attention.bias import RelativeBias
+from genrec.hstu.attention.blocked import blocked_attention
+from genrec.hstu.attention.mask import MaskRules
+
+AVAILABLE_BACKENDS = ("pytorch",)
+KNOWN_BACKENDS = ("auto", "pytorch", "triton", "cutlass")
+AVAILABLE_QUANTIZATIONS = ("bf16",)
+KNOWN_QUANTIZATIONS = ("bf16", "fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor")
+
+_logger = logging.getLogger(__name__)
+
+
+def hstu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets: Tensor,
+    max_seqlen: int,
+    scaling_seqlen: int,
+    alpha: float | None = None,
+    num_contexts: Tensor | None = None,
+    num_targets: Tensor | None = None,
+    target_group_size: int = 1,
+    causal: bool = True,
+    contextual_mask: str = "prefix",
+    max_attn_len: int = 0,
+    bias: RelativeBias | None = None,
+    backend: str = "auto",
+    quantization: str = "bf16",
+) -> Tensor:
+    """O_i = sum_j M_ij SiLU(alpha q_i.k_j + bias_ij) / N v_j over the tokens of each user.
+
+    q, k: (T, H, d_qk), v: (T, H, d_v), strided views welcome; returns (T, H, d_v) in their dtype. offsets: (B + 1,),
+    user b owns rows [offsets[b], offsets[b + 1]); rows beyond offsets[-1] come out zero, with zero gradients.
+    max_seqlen: the longest user's tokens, on the host; scaling_seqlen: N. alpha: None is 1 / sqrt(d_qk). num_contexts,
+    num_targets: (B,) tokens at each user's start and end, None for none; :mod:`genrec.hstu.attention.mask` says who
+    sees whom.
+
+    Raises UnavailableError for a backend or quantization that isn't there, ValueError for arguments that can't be.
+    """
+    chosen = _choose(backend, quantization)
+    assert chosen == "pytorch"
+    _check_shapes(q, k, v, offsets, scaling_seqlen, max_seqlen)
+    rules = MaskRules(
+        causal=causal,
+        contextual_mask=contextual_mask,
+        max_attn_len=max_attn_len,
+        target_group_size=target_group_size,
+    )
+    return blocked_attention(
+        q,
+        k,
+        v,
+        offsets=offsets,
+        scaling_seqlen=scaling_seqlen,
+        alpha=1.0 / math.sqrt(q.shape[2]) if alpha is None else alpha,
+        num_contexts=num_contexts,
+        num_targets=num_targets,
+        rules=rules,
+        bias=bias,
+    )
+
+
+def check_available(backend: str, quantization: str = "bf16") -> None:
+    """Raise UnavailableError unless this version serves both, ValueError for names that it doesn't know."""
+    _check_name("kernel_backend", backend, known=KNOWN_BACKENDS, available=("auto", *AVAILABLE_BACKENDS))
+    _check_name(
+        "hstu_attn_quantization_mode", quantization, known=KNOWN_QUANTIZATIONS, available=AVAILABLE_QUANTIZATIONS
+    )
+
+
+def _check_name(field: str, name: str, *, known: tuple[str, ...], available: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"{field} {name!r} is not one of {', '.join(known)}")
+    if name not in available:
+        raise UnavailableError(f"{field} {name!r} is not available in this version, which has: {', '.join(available)}")
+
+
+def _choose(backend: str, quantization: str) -> str:
+    check_available(backend, quantization)
+    if backend != "auto":
+        return backend
+    _log_choice(AVAILABLE_BACKENDS[0])
+    return AVAILABLE_BACKENDS[0]
+
+
+@functools.cache
+def _log_choice(backend: str) -> None:
+    """Once per process and backend."""
+    _logger.info("attention backend: %s (kernel_backend 'auto')", backend)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scaling_seqlen: int, max_seqlen: int) -> None:
+    if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be (T, H, d_qk) twice and (T, H, d_v)"
+        )
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"offsets must be (B + 1,), not {tuple(offsets.shape)}")
+    if scaling_seqlen < 1:
+        raise ValueError(f"scaling_seqlen {scaling_seqlen} must be at least 1")
+    if max_seqlen < 0:
+        raise ValueError(f"max_seqlen {max_seqlen} is negative")

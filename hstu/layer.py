@@ -1,0 +1,197 @@
+"""The HSTU layer ("Actions Speak Louder than Words", Zhai et al. 2024), in the three forms that go by its name.
+
+Tokens x (T, D), H heads of d; every style computes ``[u | v | q | k] = act(N(x) W1 + b1)``, ``O = attention(q, k, v)``,
+``y = x + Dropout(gate) W2 + b2``, and they differ in this:
+
+================  ===============  ========  ===============  ======  ==================  ====
+layer_style       act on           norms     gate             biases  scores              eps
+================  ===============  ========  ===============  ======  ==================  ====
+recsys_examples   u, v, q, k       affine    u * N(O)         b1      q.k / sqrt(d)       1e-5
+dlrm_v3           u                affine    [u, O, u * N(O)] b1      q.k / sqrt(d)       1e-6
+research          u, v, q, k       no params u * N(O)         b2      q.k + bias(i, j)    1e-6
+================  ===============  ========  ===============  ======  ==================  ====
+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from genrec.configs.schema import MixedPrecisionArgs, NetworkArgs
+from genrec.hstu.attention import RelativeBias, hstu_attention
+from genrec.hstu.attention.interface import check_available
+from genrec.hstu.dropout import dropout
+from genrec.hstu.jagged import JaggedSequence
+from genrec.hstu.linear import make_linear
+from genrec.hstu.norm import HeadNorm, Norm
+from genrec.hstu.recompute import recomputed
+
+_NUM_TIME_BUCKETS = 128
+_BIAS_STD = 0.02
+
+
+@dataclass(frozen=True)
+class LayerStyle:
+    """What tells the three layers apart; see the module's table."""
+
+    activates_all: bool
+    affine_norms: bool
+    concatenates: bool
+    input_bias: bool
+    output_bias: bool
+    relative_bias: bool
+    epsilon: float
+
+
+LAYER_STYLES = {
+    "recsys_examples": LayerStyle(
+        activates_all=True,
+        affine_norms=True,
+        concatenates=False,
+        input_bias=True,
+        output_bias=False,
+        relative_bias=False,
+        epsilon=1e-5,
+    ),
+    "dlrm_v3": LayerStyle(
+        activates_all=False,
+        affine_norms=True,
+        concatenates=True,
+        input_bias=True,
+        output_bias=False,
+        relative_bias=False,
+        epsilon=1e-6,
+    ),
+    "research": LayerStyle(
+        activates_all=True,
+        affine_norms=False,
+        concatenates=False,
+        input_bias=False,
+        output_bias=True,
+        relative_bias=True,
+        epsilon=1e-6,
+    ),
+}
+
+
+class HSTULayer(nn.Module):
+    """One layer. ``max_seqlen_tokens`` is N where ``scaling_seqlen`` is -1, and the reach of the relative bias."""
+
+    def __init__(
+        self, network: NetworkArgs, *, max_seqlen_tokens: int, precision: MixedPrecisionArgs | None = None
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.style = LAYER_STYLES[network.layer_style]
+        quantizes = precision is not None and precision.mixed_precision_dtype is not None
+        self.quantization = precision.hstu_attn_quantization_mode if precision is not None and quantizes else "bf16"
+        check_available(network.kernel_backend, self.quantization)
+        self.scaling_seqlen = max_seqlen_tokens if network.scaling_seqlen == -1 else network.scaling_seqlen
+        self.alpha = network.attn_alpha
+        if self.alpha is None:
+            self.alpha = 1.0 if self.style.relative_bias else 1.0 / math.sqrt(network.kv_channels)
+        width = network.num_attention_heads * network.kv_channels
+        epsilon = self.style.epsilon if network.norm_epsilon is None else network.norm_epsilon
+        affine = self.style.affine_norms
+        self.input_norm = Norm(network.hidden_size, epsilon=epsilon, affine=affine)
+        self.uvqk = make_linear(network.hidden_size, 4 * width, bias=self.style.input_bias, precision=precision)
+        by_head = self.style.concatenates and network.output_norm == "group"
+        self.output_norm = (
+            HeadNorm(network.num_attention_heads, network.kv_channels, epsilon=epsilon)
+            if by_head
+            else Norm(width, epsilon=epsilon, affine=affine)
+        )
+        gate_width = 3 * width if self.style.concatenates else width
+        self.output = make_linear(gate_width, network.hidden_size, bias=self.style.output_bias, precision=precision)
+        self.position_bias: nn.Parameter | None = None
+        self.time_bias: nn.Parameter | None = None
+        if self.style.relative_bias:
+            self.position_bias = nn.Parameter(torch.empty(2 * max_seqlen_tokens - 1))
+            self.time_bias = nn.Parameter(torch.empty(_NUM_TIME_BUCKETS + 1))
+        self.reset_own_parameters()
+
+    def reset_own_parameters(self) -> None:
+        """Start values that its parts don't set themselves: the query and key part of b1, and the relative bias."""
+        if self.uvqk.bias is not None:
+            with torch.no_grad():
+                self.uvqk.bias[self.uvqk.out_features // 2 :] = self.network.qk_bias_init
+        for weight in (self.position_bias, self.time_bias):
+            if weight is not None:
+                nn.init.normal_(weight, std=_BIAS_STD)
+
+    def forward(self, sequence: JaggedSequence) -> JaggedSequence:
+        """The same tokens, one layer on."""
+        x = sequence.values
+        mixed = self._project(x)
+        activated = self._activate(mixed)
+        with _maybe_recomputed(self.network.recompute_input_silu, activated, lambda: self._activate(mixed)):
+            u, v, q, k = self._split(mixed, activated)
+            attended = self._attend(sequence, q=q, k=k, v=v)
+            gated = self._gate(u, attended)
+        gated = dropout(gated, p=self.network.hidden_dropout, training=self.training)
+        return replace(sequence, values=x + self.output(gated))
+
+    def _project(self, x: Tensor) -> Tensor:
+        """u, v, q and k before their activation, (T, 4 * H * d)."""
+        normed = self.input_norm(x)
+        with _maybe_recomputed(self.network.recompute_input_layernorm, normed, lambda: self.input_norm(x)):
+            mixed: Tensor = self.uvqk(normed)
+        return mixed
+
+    def _activate(self, mixed: Tensor) -> Tensor:
+        """SiLU of all of ``mixed``, or of its u part alone."""
+        return F.silu(mixed if self.style.activates_all else mixed[:, : mixed.shape[1] // 4])
+
+    def _split(self, mixed: Tensor, activated: Tensor) -> tuple[Tensor, ...]:
+        """u, v, q, k: (T, H * d) each."""
+        width = mixed.shape[1] // 4
+        if self.style.activates_all:
+            return activated.split(width, dim=1)
+        _, v, q, k = mixed.split(width, dim=1)
+        return activated, v, q, k
+
+    def _attend(self, sequence: JaggedSequence, *, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(T, H * d)."""
+        heads = (-1, self.network.num_attention_heads, self.network.kv_channels)
+        attended = hstu_attention(
+            q.view(heads),
+            k.view(heads),
+            v.view(heads),
+            offsets=sequence.offsets,
+            max_seqlen=sequence.max_seqlen,
+            scaling_seqlen=self.scaling_seqlen,
+            alpha=self.alpha,
+            num_contexts=None if self.network.disable_contextual_mask else sequence.num_contexts,
+            num_targets=sequence.num_targets,
+            target_group_size=self.network.target_group_size,
+            causal=self.network.is_causal,
+            contextual_mask=self.network.contextual_mask,
+            max_attn_len=self.network.max_attn_len,
+            bias=self._relative_bias(sequence),
+            backend=self.network.kernel_backend,
+            quantization=self.quantization,
+        )
+        return attended.flatten(1)
+
+    def _relative_bias(self, sequence: JaggedSequence) -> RelativeBias | None:
+        if self.position_bias is None or self.time_bias is None:
+            return None
+        assert sequence.timestamps is not None
+        # A row's time is its own. The research code takes the next item's, which tells history about the future.
+        return RelativeBias(self.position_bias, self.time_bias, sequence.timestamps, sequence.timestamps)
+
+    def _gate(self, u: Tensor, attended: Tensor) -> Tensor:
+        """The input of the output projection: (T, H * d), or (T, 3 * H * d) where the parts are concatenated."""
+        gated = u * self.output_norm(attended)
+        return torch.cat([u, attended, gated], dim=1) if self.style.concatenates else gated
+
+
+def _maybe_recomputed(wanted: bool, result: Tensor, function: Callable[[], Tensor]) -> AbstractContextManager[None]:
+    return recomputed(result, function) if wanted else nullcontext()

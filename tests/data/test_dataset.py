@@ -1,0 +1,161 @@
+"""Damage and misuse of a prepared dataset: one sentence each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from genrec.data.format import DataError, read_metadata
+from genrec.data.loader import SequenceDataset, SequenceLoader
+
+
+@pytest.fixture
+def directory(make_dataset):
+    return make_dataset([6] * 300, chunk_events=10_000)  # one file, two row groups
+
+
+def read_all(directory, split="train", num_workers=0):
+    dataset = SequenceDataset.open(directory, split=split)
+    options = {"mode": "train", "label": "class", "max_history_seqlen": 8, "batch_size": 64, "num_workers": num_workers}
+    return list(SequenceLoader(dataset, **options))
+
+
+def file(directory, split="train"):
+    return next((directory / split).glob("*.parquet"))
+
+
+def rewrite(path, change):
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def assert_refused(directory, message, **options):
+    with pytest.raises(DataError, match=message) as caught:
+        read_all(directory, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_whole(directory):
+    assert sum(batch.batch_size for batch in read_all(directory)) == 300
+
+
+def test_not_prepared(tmp_path):
+    assert_refused(tmp_path, "is not a prepared dataset, it has no metadata.json: run examples/prepare_data.py")
+
+
+def test_unknown_split(directory):
+    with pytest.raises(DataError, match="split is 'dev', allowed are 'train', 'valid', 'test'"):
+        SequenceDataset.open(directory, split="dev")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 3000])
+def test_truncated(directory, num_bytes):
+    path = file(directory)
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    assert_refused(directory, "is damaged or not a parquet file")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_damaged_inside_a_page(directory, num_workers):
+    path = file(directory)
+    content = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(0).column(pq.ParquetFile(path).schema_arrow.names.index("item"))
+    middle = column.data_page_offset + column.total_compressed_size // 2
+    content[middle : middle + 4] = b"\xff\x00\xff\x00"
+    path.write_bytes(bytes(content))
+    assert_refused(directory, "is damaged", num_workers=num_workers)
+
+
+def test_missing_file_and_missing_rows(directory):
+    path = file(directory)
+    rewrite(path, lambda table: table.slice(0, 10))
+    assert_refused(directory, "has 10 rows, metadata.json says 300")
+    path.unlink()
+    assert_refused(directory, "has no parquet files")
+
+
+def test_missing_column_and_wrong_type(directory):
+    rewrite(file(directory), lambda table: table.drop_columns(["context_parity"]))
+    assert_refused(directory, "lacks the column 'context_parity'")
+    rewrite(
+        file(directory, "test"),
+        lambda table: table.set_column(
+            table.schema.names.index("num_events"), "num_events", table["num_events"].cast(pa.float64())
+        ),
+    )
+    with pytest.raises(DataError, match="has column 'num_events' of type double, not int64"):
+        SequenceDataset.open(directory, split="test")
+
+
+def test_lengths_that_disagree(directory):
+    rewrite(
+        file(directory),
+        lambda table: table.set_column(
+            table.schema.names.index("num_events"), "num_events", pa.array(np.full(len(table), 3))
+        ),
+    )
+    assert_refused(directory, "column 'item' has other lengths than num_events says")
+
+
+def test_empty(make_dataset):
+    directory = make_dataset([1, 1, 1])  # all too short for the split
+    assert len(read_all(directory)) == 1
+    with pytest.raises(DataError, match="test is empty"):
+        SequenceDataset.open(directory, split="test")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("old", "new"), [(0, -1), (0, 1800), (0, 2**40)])
+def test_ids_outside_the_table(directory, old, new, num_workers):
+    def change(table):
+        items = table["item"].combine_chunks()
+        values = items.values.to_numpy()
+        moved = pa.ListArray.from_arrays(items.offsets, pa.array(np.where(values == old, new, values)))
+        return table.set_column(table.schema.names.index("item"), "item", moved)
+
+    rewrite(file(directory), change)
+    message = rf"^feature 'item' has id {new} but table 'item' has 1800 rows \(ids 0 to 1799\)$"
+    assert_refused(directory, message, num_workers=num_workers)
+
+
+def test_context_ids_outside_the_table(directory):
+    small = dataclasses.replace(read_metadata(directory), contextual_features={"user_id": 300, "parity": 1})
+    (directory / "metadata.json").write_text(small.to_json())
+    assert_refused(directory, r"feature 'parity' has id 1 but table 'parity' has 1 rows")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.pop("num_items"), "is damaged .*num_items"),
+        (lambda v: v.update(format_version=0), "has format version 0, this version reads 1"),
+        (lambda v: v.update(extra=1), "is damaged .*extra"),
+    ],
+)
+def test_bad_metadata(directory, change, message):
+    path = directory / "metadata.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    assert_refused(directory, message)
+    path.write_text("{")
+    assert_refused(directory, "is damaged")
+
+
+def test_metadata_round_trip(directory):
+    metadata = read_metadata(directory)
+    (directory / "metadata.json").write_text(metadata.to_json())
+    assert read_metadata(directory) == metadata
+
+
+def test_cache_is_bounded_and_drops_the_oldest(directory):
+    dataset = SequenceDataset.open(directory, split="train", cache_bytes=1)
+    first, second = dataset.row_group(0), dataset.row_group(1)
+    assert dataset.row_group(1) is second
+    assert dataset.row_group(0) is not first
+    large = SequenceDataset.open(directory, split="train")
+    assert large.row_group(0) is large.row_group(0)

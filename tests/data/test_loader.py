@@ -1,0 +1,276 @@
+"""The loader: nothing lost or repeated at any world size, worker count or restart; no evaluation target is trained on."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genrec.data.format import DataError
+from genrec.data.loader import SequenceDataset, SequenceLoader
+
+LENGTHS = [3, 0, 17, 1, 12, 5, 8, 9, 2, 26, 4, 7]
+TRAIN = {"mode": "train", "label": "class", "max_history_seqlen": 5, "batch_size": 3}
+
+
+def loader(directory, *, split="train", **options):
+    return SequenceLoader(SequenceDataset.open(directory, split=split), **{**TRAIN, **options})
+
+
+def parts(batch):
+    """Everything in a batch, as lists."""
+    features = {
+        key: (batch.features[key].values().tolist(), batch.features[key].lengths().tolist())
+        for key in batch.features.keys()
+    }
+    names = ("timestamps", "num_candidates", "num_labelled", "labels", "user_ids")
+    return {**features, **{name: getattr(batch, name).tolist() for name in names}}
+
+
+def sequences(batch):
+    """Per user: items, user id, items that carry a label."""
+    items = torch.split(batch.features["item"].values(), batch.features["item"].lengths().tolist())
+    out = []
+    for user, part, labelled in zip(batch.user_ids.tolist(), items, batch.num_labelled.tolist(), strict=True):
+        out.append((user, part.tolist(), part[len(part) - labelled :].tolist()))
+    return out
+
+
+def all_sequences(loaders):
+    """The sequences of an epoch, global step by global step."""
+    return [s for step in zip(*loaders, strict=True) for batch in step for s in sequences(batch)]
+
+
+@pytest.fixture
+def directory(make_dataset):
+    return make_dataset(LENGTHS)
+
+
+def targets_of(directory, split, mode, **options):
+    return [
+        item
+        for _, _, labelled in all_sequences([loader(directory, split=split, mode=mode, **options)])
+        for item in labelled
+    ]
+
+
+@pytest.mark.parametrize("rule", ["leave_last", "user", "global_time"])
+def test_no_evaluation_target_is_a_training_target_or_seen_in_training(make_dataset, rule):
+    directory = make_dataset(LENGTHS, rule=rule)
+    seen = {
+        split: targets_of(directory, split, mode)
+        for split, mode in (("train", "train"), ("valid", "sequential"), ("test", "sequential"))
+    }
+    frozen = targets_of(directory, "test", "frozen")
+    assert sorted(frozen) == sorted(seen["test"])
+    for one, other in itertools.combinations(seen, 2):
+        assert not set(seen[one]) & set(seen[other])
+    assert all(len(items) == len(set(items)) > 0 for items in seen.values())
+    inputs = {item for _, items, _ in all_sequences([loader(directory)]) for item in items}
+    assert not inputs & (set(seen["valid"]) | set(seen["test"]))
+
+
+def test_evaluation_is_refused_as_training(directory):
+    with pytest.raises(DataError, match="mode is 'train' but the split is 'test'"):
+        loader(directory, split="test")
+
+
+@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch_size=st.integers(1, 7),
+    world_size=st.integers(1, 4),
+    shuffle=st.booleans(),
+    balanced=st.booleans(),
+    candidates=st.sampled_from([0, 2]),
+)
+def test_an_epoch_holds_every_event_once_at_any_world_size(
+    directory_once, batch_size, world_size, shuffle, balanced, candidates
+):
+    options = {"batch_size": batch_size, "shuffle": shuffle, "max_num_candidates": candidates, "seed": 5}
+    ranks = [
+        loader(directory_once, rank=rank, world_size=world_size, balanced=balanced, **options)
+        for rank in range(world_size)
+    ]
+    one = loader(directory_once, **{**options, "batch_size": batch_size * world_size})
+    assert {len(rank) for rank in ranks} == {len(one)}
+    for step in zip(one, *ranks, strict=True):
+        whole, shares = sequences(step[0]), [sequences(batch) for batch in step[1:]]
+        together = [s for share in shares for s in share]
+        assert (sorted(together) if balanced else together) == (sorted(whole) if balanced else whole)
+        counts = [batch.batch_size for batch in step[1:]]
+        assert max(counts) - min(counts) <= 1 and max(counts) <= batch_size
+
+
+@pytest.fixture(scope="module")
+def directory_once(tmp_path_factory, make_source):
+    from genrec.data.writer import write_dataset
+
+    directory = tmp_path_factory.mktemp("toy")
+    write_dataset(make_source(LENGTHS), directory, rule="leave_last", holdout=2, seed=1)
+    return directory
+
+
+def test_training_covers_all_train_events_once(directory):
+    trained = targets_of(directory, "train", "train", shuffle=True)
+    expected = SequenceDataset.open(directory, split="train").num_events.sum()
+    assert len(trained) == len(set(trained)) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("stop", [0, 1, 4, 100])
+def test_resume_continues_exactly(directory, num_workers, stop):
+    options = {"shuffle": True, "seed": 3, "event_dropout": 0.3, "num_workers": num_workers, "batch_size": 2}
+    straight = loader(directory, **{**options, "num_workers": 0})
+    expected = [parts(batch) for _ in range(2) for batch in straight]
+    first = loader(directory, **options)
+    got, state = [], first.state_dict()
+    for batch in itertools.islice(first, stop):
+        got.append(parts(batch))
+        state = first.state_dict()
+    assert all(type(value) is int for value in state.values())
+    second = loader(directory, **options)
+    second.load_state_dict(state)
+    while len(got) < len(expected):
+        got += [parts(batch) for batch in second]
+    assert got == expected
+
+
+def test_resume_with_other_ranks_and_batch_size_loses_nothing(directory):
+    before = [loader(directory, shuffle=True, batch_size=3, rank=rank, world_size=2) for rank in range(2)]
+    seen = [s for step in itertools.islice(zip(*before, strict=True), 2) for batch in step for s in sequences(batch)]
+    after = [loader(directory, shuffle=True, batch_size=1, rank=rank, world_size=3) for rank in range(3)]
+    for rank in after:
+        rank.load_state_dict(before[0].state_dict())
+    seen += all_sequences(after)
+    assert seen == all_sequences([loader(directory, shuffle=True)])
+
+
+def test_resume_of_other_data_or_seed_is_refused(directory):
+    state = loader(directory, seed=1).state_dict()
+    with pytest.raises(DataError, match="data position is of seed 1, this run has 2"):
+        loader(directory, seed=2).load_state_dict(state)
+    with pytest.raises(DataError, match="data position is of num_sequences"):
+        loader(directory, seed=1, max_history_seqlen=4).load_state_dict(state)
+
+
+def test_epochs_differ_when_shuffled_and_repeat_by_seed(directory):
+    one, same, other = (loader(directory, shuffle=True, seed=seed) for seed in (1, 1, 2))
+    first, second = all_sequences([one]), all_sequences([one])
+    assert first != second and sorted(first) == sorted(second)
+    assert [all_sequences([same]), all_sequences([same])] == [first, second]
+    assert all_sequences([other]) != first
+    assert one.state_dict()["epoch"] == 1
+
+
+def test_iterating_leaves_the_global_generator_alone(directory):
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    list(loader(directory, shuffle=True, event_dropout=0.5))
+    assert torch.rand(1) == expected
+
+
+def test_drop_last_drops_only_the_partial_batch(directory):
+    whole, dropped = loader(directory, batch_size=4), loader(directory, batch_size=4, drop_last=True)
+    assert len(whole) == len(dropped) + 1
+    assert [b.batch_size for b in dropped] == [4] * len(dropped)
+    assert len(list(dropped)) == len(dropped)  # the next epoch
+
+
+def test_short_ranks_get_empty_batches(make_dataset):
+    directory = make_dataset([4, 5, 6])  # the first has no train event
+    last = [list(loader(directory, batch_size=1, world_size=4, rank=rank))[-1] for rank in range(4)]
+    assert [batch.batch_size for batch in last] == [1, 1, 0, 0]
+    empty = last[-1]
+    assert (empty.batch_size, empty.max_num_events, empty.features.stride()) == (0, 0, 0)
+    assert empty.features.keys() == ["user_id", "parity", "item", "action"]
+    tensors = [empty.features.values(), empty.features.lengths(), empty.timestamps, empty.labels, empty.num_labelled]
+    assert all(t.numel() == 0 and t.dtype == torch.int64 for t in tensors)
+
+
+def test_modes_and_labels(directory):
+    def only(mode, label, **options):
+        options = {"split": "test", "max_history_seqlen": 50, "batch_size": 99, **options}
+        return next(iter(loader(directory, mode=mode, label=label, **options)))
+
+    for mode, has_candidates in (("sequential", False), ("frozen", True)):
+        batch = only(mode, "class")
+        assert set(batch.num_labelled.tolist()) == {2}  # the holdout
+        assert (
+            batch.num_candidates.tolist() == (batch.num_labelled if has_candidates else 0 * batch.num_labelled).tolist()
+        )
+    classes, masks = only("frozen", "class").labels, only("frozen", "mask").labels
+    assert masks.tolist() == [{3: 0b01, 4: 0b11}.get(c, 0) for c in classes.tolist()]
+    batch = only("train", "class", split="train", max_num_candidates=3)
+    lengths = batch.features["item"].lengths()
+    assert batch.num_candidates.tolist() == lengths.clamp(max=3).tolist() == batch.num_labelled.tolist()
+    assert batch.max_num_events == lengths.max() and batch.timestamps.dtype == torch.int64
+
+
+@pytest.mark.parametrize("candidates", [0, 2])
+def test_event_dropout(make_dataset, candidates):
+    directory = make_dataset([400, 300], holdout=1)
+    options = {"max_history_seqlen": 400, "max_num_candidates": candidates, "batch_size": 2}
+    full = next(iter(loader(directory, **options)))
+    dropping = loader(directory, event_dropout=0.25, **options)
+    first, second = next(iter(dropping)), next(iter(dropping))
+    kept = first.timestamps.numel() / full.timestamps.numel()
+    assert 0.68 < kept < 0.82
+    assert first.timestamps.tolist() != second.timestamps.tolist()[: first.timestamps.numel()]
+    for (user, items, labelled), (user_full, items_full, labelled_full) in zip(
+        sequences(first), sequences(full), strict=True
+    ):
+        assert user == user_full and set(items) < set(items_full) and items == sorted(items)
+        assert labelled == (labelled_full if candidates else items)
+    assert first.labels.tolist() == [item % 5 for _, _, labelled in sequences(first) for item in labelled]
+    with pytest.raises(DataError, match="event_dropout is 0.1, .* only 0 in evaluation"):
+        loader(directory, split="test", mode="frozen", event_dropout=0.1)
+
+
+def test_contextual_features(directory):
+    assert next(iter(loader(directory))).contextual_feature_names == ("user_id", "parity")
+    batch = next(iter(loader(directory, contextual_features=())))
+    assert batch.features.keys() == ["item", "action"] and batch.contextual_feature_names == ()
+    batch = next(iter(loader(directory, contextual_features=["parity"])))
+    assert batch.features["parity"].values().tolist() == [(user - 100) % 2 for user in batch.user_ids.tolist()]
+    with pytest.raises(DataError, match="contextual_features is 'age', allowed are .*'parity'"):
+        loader(directory, contextual_features=["age"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("batch_size", 0),
+        ("max_history_seqlen", 0),
+        ("mode", "eval"),
+        ("label", "rating"),
+        ("event_dropout", 1.0),
+        ("seed", -1),
+    ],
+)
+def test_bad_arguments_name_the_argument(directory, option, value):
+    with pytest.raises(DataError, match=f"{option} is .*allowed are"):
+        loader(directory, **{option: value})
+
+
+def test_a_users_batch_does_not_depend_on_the_cache(directory):
+    small = SequenceLoader(SequenceDataset.open(directory, split="train", cache_bytes=1), **TRAIN, shuffle=True)
+    large = loader(directory, shuffle=True)
+    assert [parts(a) for a in small] == [parts(b) for b in large]
+
+
+def test_balanced_ranks_have_even_work(make_dataset):
+    lengths = np.minimum(np.random.default_rng(0).zipf(1.3, size=64), 60).tolist()
+    directory = make_dataset(lengths, rule="user")
+    work = {}
+    for balanced in (False, True):
+        ranks = [
+            loader(directory, max_history_seqlen=60, batch_size=16, world_size=2, rank=rank, balanced=balanced)
+            for rank in range(2)
+        ]
+        work[balanced] = max((next(iter(rank)).features["item"].lengths() ** 2).sum().item() for rank in ranks)
+    assert work[True] <= work[False]

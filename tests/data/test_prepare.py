@@ -1,0 +1,178 @@
+"""prepare: where sources come from, no-op, atomic replacement, and its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from genrec.configs.schema import UnavailableError
+from genrec.data import prepare as prepare_module
+from genrec.data import sources
+from genrec.data.format import DataError, read_metadata
+from genrec.data.movielens import MOVIELENS
+from genrec.data.prepare import prepare
+from genrec.data.sources import Archive, FetchError, Wheel, fetch_archive, fetch_wheel
+
+
+@pytest.fixture
+def small_100k(monkeypatch):
+    """ml-100k without the hashes of the published ratings."""
+    small = dataclasses.replace(MOVIELENS["ml-100k"], content_hash=None, order_hash=None)
+    monkeypatch.setitem(prepare_module.MOVIELENS, "ml-100k", small)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*_args, **_options):
+        raise FetchError("no network")
+
+    monkeypatch.setattr(prepare_module, "fetch_archive", refuse)
+    monkeypatch.setattr(prepare_module, "fetch_wheel", refuse)
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
+    stats = {path: path.stat() for path in directory.rglob("*")}
+    return {str(path): (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
+@pytest.mark.parametrize("split", ["leave_last", "user", "global_time"])
+def test_second_run_is_a_no_op_and_other_options_are_not(write_source, tmp_path, split):
+    output, source = tmp_path / "out", write_source("ml-1m")
+    metadata = prepare("ml-1m", output=output, source=source, split=split, holdout=1)
+    before = snapshot(output)
+    assert prepare("ml-1m", output=output, source=source, split=split, holdout=1) == metadata
+    assert snapshot(output) == before
+    other = {"split": "user"} if split == "global_time" else {"split": split, "holdout": 2}
+    prepare("ml-1m", output=output, source=source, **other)
+    assert snapshot(output) != before
+
+
+def test_changed_source_or_damaged_output_is_prepared_again(write_source, tmp_path, small_ratings):
+    output, source = tmp_path / "out", write_source("ml-1m")
+    first = prepare("ml-1m", output=output, source=source, holdout=1)
+    write_source("ml-1m", ratings=[*small_ratings, (3, 10, 2, 5)])
+    second = prepare("ml-1m", output=output, source=source, holdout=1)
+    assert second.source_hash != first.source_hash and second.num_events == first.num_events + 1
+    damaged = next((output / "test").iterdir())
+    content = damaged.read_bytes()
+    damaged.write_bytes(b"x")
+    prepare("ml-1m", output=output, source=source, holdout=1)
+    assert damaged.read_bytes() == content
+
+
+def test_a_crash_leaves_the_old_dataset_and_no_rubbish(write_source, tmp_path, monkeypatch):
+    output, source = tmp_path / "out", write_source("ml-1m")
+    metadata = prepare("ml-1m", output=output, source=source, holdout=1)
+
+    def crash(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "write_dataset", crash)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("ml-1m", output=output, source=source, holdout=2)
+    assert read_metadata(output) == metadata
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
+
+
+def test_refuses_to_replace_something_else(write_source, tmp_path):
+    output = tmp_path / "home"
+    output.mkdir()
+    (output / "thesis.txt").write_text("years of work")
+    with pytest.raises(DataError, match="exists and is not a prepared dataset"):
+        prepare("ml-1m", output=output, source=write_source("ml-1m"), holdout=1)
+    with pytest.raises(DataError, match="exists and is not a prepared dataset"):
+        prepare("ml-1m", output=output / "thesis.txt", source=write_source("ml-1m"), holdout=1)
+    assert (output / "thesis.txt").read_text() == "years of work"
+
+
+def test_output_that_cannot_be_written(write_source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        prepare("ml-1m", output=tmp_path / "file" / "out", source=write_source("ml-1m"), holdout=1)
+
+
+@pytest.mark.usefixtures("offline")
+def test_offline_without_source_says_what_to_put_where(tmp_path):
+    with pytest.raises(DataError, match="ml-100k could not be fetched .* pass the zip, or a folder with u.data u.item"):
+        prepare("ml-100k", output=tmp_path / "out")
+    with pytest.raises(DataError, match="download https://files.grouplens.org/datasets/movielens/ml-25m.zip"):
+        prepare("ml-25m", output=tmp_path / "out")
+
+
+@pytest.mark.usefixtures("small_100k", "offline")
+def test_falls_back_from_archive_to_wheel_and_needs_neither_again(write_source, tmp_path, monkeypatch):
+    folder = write_source("ml-100k-recbole")
+    monkeypatch.setattr(prepare_module, "fetch_wheel", lambda wheel, _folder: folder)
+    metadata = prepare("ml-100k", output=tmp_path / "out", holdout=1)
+    assert metadata.source == "recbole==1.2.1"
+    monkeypatch.undo()
+    monkeypatch.setattr(prepare_module, "_open", None)  # calling it would fail
+    assert prepare("ml-100k", output=tmp_path / "out", holdout=1) == metadata
+
+
+def test_names():
+    with pytest.raises(DataError, match="dataset is 'ml-10m', allowed are 'ml-100k', 'ml-1m', .* 'custom'"):
+        prepare("ml-10m", output=Path("unused"))
+    for name in ("kuairand-pure", "kuairand-1k", "kuairand-27k", "custom"):
+        with pytest.raises(UnavailableError, match=f"dataset {name!r} is not available in this version"):
+            prepare(name, output=Path("unused"))
+
+
+def test_fetch_archive_checks_the_md5(tmp_path):
+    published = tmp_path / "ml-x.zip"
+    published.write_bytes(b"content")
+    url = published.as_uri()
+    (tmp_path / "to").mkdir()
+    md5 = hashlib.md5(b"content").hexdigest()
+    assert fetch_archive(Archive(url=url, md5=md5), tmp_path / "to").read_bytes() == b"content"
+    with pytest.raises(FetchError, match="its md5 is"):
+        fetch_archive(Archive(url=url, md5="0" * 32), tmp_path / "to")
+    with pytest.raises(FetchError, match="missing.zip"):
+        fetch_archive(Archive(url=url.replace("ml-x", "missing"), md5=md5), tmp_path / "to")
+
+
+def test_fetch_wheel_unpacks_only_the_data(tmp_path, monkeypatch):
+    def download(command, **_options):
+        assert "--no-deps" in command and command[1:4] == ["-m", "pip", "download"]
+        with zipfile.ZipFile(tmp_path / "recbole-1.2.1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("recbole/dataset_example/ml-100k/ml-100k.inter", "rows")
+            wheel.writestr("recbole/__init__.py", "")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(sources.subprocess, "run", download)
+    folder = fetch_wheel(Wheel(requirement="recbole==1.2.1", folder="recbole/dataset_example/ml-100k"), tmp_path)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"ml-100k.inter": "rows"}
+
+
+def test_fetch_wheel_reports_pip(tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for y")
+    monkeypatch.setattr(sources.subprocess, "run", lambda *_args, **_options: failed)
+    with pytest.raises(FetchError, match="recbole==1.2.1: ERROR: No matching distribution found for y"):
+        fetch_wheel(Wheel(requirement="recbole==1.2.1", folder="x"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = Path(__file__).parents[2] / "examples" / "prepare_data.py"
+    spec = importlib.util.spec_from_file_location("prepare_data", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_command_line(write_source, tmp_path, capsys, script):
+    arguments = ["--dataset", "ml-1m", "--output", str(tmp_path / "out"), "--holdout", "1"]
+    assert script.main([*arguments, "--source", str(write_source("ml-1m"))]) == 0
+    assert "4 users, 5 items, 9 events" in capsys.readouterr().out
+    assert script.main(["--dataset", "nothing", "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: dataset is 'nothing'") and error.count("\n") == 1
+    with pytest.raises(DataError):
+        script.main(["--dataset", "nothing", "--output", str(tmp_path / "out"), "--debug"])

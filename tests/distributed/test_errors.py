@@ -1,0 +1,45 @@
+"""An error on any rank is told once, in one sentence, and stops all ranks."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def own_lines(text):
+    """What our program printed; torchrun adds its own account of the ranks that ended."""
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def test_bad_configuration_is_told_by_rank_0(tmp_path, arguments, on_ranks):
+    finished = on_ranks(2, [("train", arguments(tmp_path / "run", "TrainerArgs.train_batch_size = 0"))], timeout_s=60)
+    assert finished.returncode != 0
+    assert len(own_lines(finished.stderr)) == 1, finished.stderr
+    assert "train_batch_size" in own_lines(finished.stderr)[0]
+
+
+def test_ranks_with_different_configurations_stop(tmp_path, arguments, on_ranks):
+    finished = on_ranks(2, [("train", arguments(tmp_path / "run", "TrainerArgs.seed = {rank}"))], timeout_s=60)
+    assert finished.returncode != 0
+    assert len(own_lines(finished.stderr)) == 1, finished.stderr
+    assert "ranks [1] were started with another configuration than rank 0" in own_lines(finished.stderr)[0]
+
+
+def test_damaged_row_on_rank_1_stops_both(tmp_path, arguments, on_ranks, write_tiny_dataset):
+    data = write_tiny_dataset(tmp_path / "bad", train_lengths=(5, 5, 5, 5))
+    path = data / "train" / "00000.parquet"
+    table = pq.read_table(path)
+    items = table["item"].to_pylist()
+    items[3][0] = 20  # of the last user, which rank 1 reads
+    table = table.set_column(table.schema.get_field_index("item"), "item", pa.array(items, pa.list_(pa.int64())))
+    pq.write_table(table, path)
+    bindings = (
+        f"DatasetArgs.dataset_path = {str(data)!r}",
+        "DatasetArgs.shuffle = False",
+        "TrainerArgs.train_batch_size = 2",
+    )
+    finished = on_ranks(2, [("train", arguments(tmp_path / "run", *bindings))], timeout_s=60)
+    assert finished.returncode != 0
+    assert len(own_lines(finished.stderr)) == 1, finished.stderr
+    assert "rank 1: feature 'item' has id 20 but table 'item' has 20 rows" in own_lines(finished.stderr)[0]
+    assert "File \"" not in finished.stderr.split("ChildFailedError")[0] or "genrec" not in finished.stderr

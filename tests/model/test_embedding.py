@@ -1,0 +1,150 @@
+"""Which tables a configuration makes, and where a batch's vectors end up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, EmbeddingArgs, FeatureArgs
+from genrec.model.embedding import FeatureEmbeddings, TableSpec, embedding_tables
+from genrec.model.features import feature_layout
+
+SYNTHETIC = BenchmarkDatasetArgs(
+    feature_args=(
+        FeatureArgs(feature_names=("video", "click"), max_sequence_length=7),
+        FeatureArgs(feature_names=("interests",), max_sequence_length=3, is_jagged=True),
+        FeatureArgs(feature_names=("city",), max_sequence_length=1),
+    ),
+    embedding_args=(
+        EmbeddingArgs(("video",), "video", 50, "model_parallel"),
+        EmbeddingArgs(("click",), "click", 4),
+        EmbeddingArgs(("interests", "city"), "shared", 30),
+    ),
+    item_feature_name="video",
+    contextual_feature_names=("interests", "city"),
+    action_feature_name="click",
+)
+
+
+def test_tables_of_a_prepared_dataset(make_config, metadata) -> None:
+    config = make_config(network={"item_embedding_dim": 4, "contextual_embedding_dim": 6})
+    assert embedding_tables(config, metadata) == (
+        TableSpec("age", ("age",), 6, 6),
+        TableSpec("gender", ("gender",), 2, 6),
+        TableSpec("item", ("item",), 20, 4),
+        TableSpec("action", ("action",), 5, 4),
+    )
+    assert {table.embedding_dim for table in embedding_tables(make_config(), metadata)} == {16}
+
+
+def test_contexts_are_those_asked_for_in_that_order(make_config, metadata) -> None:
+    layout = feature_layout(make_config(dataset={"contextual_features": ("gender",)}), metadata)
+    assert layout.names == ("gender", "item", "action")
+    assert feature_layout(make_config(dataset={"contextual_features": ()}), metadata).names == ("item", "action")
+    with pytest.raises(ConfigError, match="names 'zip', which dataset 'small' lacks: it has 'age', 'gender'"):
+        feature_layout(make_config(dataset={"contextual_features": ("age", "zip")}), metadata)
+
+
+def test_longest_sequence_in_tokens(make_config, metadata) -> None:
+    config = make_config(dataset={"max_num_candidates": 3})
+    assert feature_layout(config, metadata).max_num_tokens == 2 + 2 * (12 + 3)
+    without_actions = dataclasses.replace(metadata, num_actions=0)
+    assert feature_layout(config, without_actions).max_num_tokens == 2 + (12 + 3)
+
+
+def test_tables_of_synthetic_data(make_config) -> None:
+    config = dataclasses.replace(make_config(), dataset=SYNTHETIC)
+    assert embedding_tables(config, None) == (
+        TableSpec("video", ("video",), 50, 16, "model_parallel"),
+        TableSpec("click", ("click",), 4, 16, "data_parallel"),
+        TableSpec("shared", ("interests", "city"), 30, 16, "data_parallel"),
+    )
+    assert feature_layout(config, None).max_num_tokens == 3 + 1 + 2 * 7
+
+
+def test_a_table_of_two_dims_or_of_nothing_is_refused(make_config) -> None:
+    config = make_config(network={"contextual_embedding_dim": 8})
+    mixed = (EmbeddingArgs(("video", "city"), "mixed", 50), EmbeddingArgs(("click", "interests"), "rest", 50))
+    with pytest.raises(ConfigError, match=r"table 'mixed' .*needs embedding dims \[8, 16\] at once"):
+        embedding_tables(
+            dataclasses.replace(config, dataset=dataclasses.replace(SYNTHETIC, embedding_args=mixed)), None
+        )
+    features = (*SYNTHETIC.feature_args, FeatureArgs(feature_names=("unused",), max_sequence_length=1))
+    tables = (*SYNTHETIC.embedding_args, EmbeddingArgs(("unused",), "idle", 5))
+    dataset = dataclasses.replace(SYNTHETIC, feature_args=features, embedding_args=tables)
+    with pytest.raises(ConfigError, match=r"table 'idle' .*is read by no feature in use"):
+        embedding_tables(dataclasses.replace(config, dataset=dataset), None)
+
+
+def test_any_table_name_but_a_dotted_one(make_config, metadata) -> None:
+    layout = feature_layout(make_config(), metadata)
+    FeatureEmbeddings([TableSpec(name, (name,), 3, 4) for name in ("items", "values", "training")], layout=layout)
+    with pytest.raises(ConfigError, match=r"'a\.b' has a dot in its name"):
+        FeatureEmbeddings([TableSpec("a.b", ("item",), 3, 4)], layout=layout)
+
+
+def test_lookup_puts_contexts_user_after_user(make_config, make_batch) -> None:
+    config = dataclasses.replace(make_config(), dataset=SYNTHETIC)
+    layout = feature_layout(config, None)
+    embeddings = FeatureEmbeddings(embedding_tables(config, None), layout=layout)
+    batch = make_batch([0, 1], lengths=[2, 1])
+    features = KeyedJaggedTensor(
+        keys=["click", "interests", "video", "city"],
+        values=torch.tensor([3, 0, 1, 10, 11, 12, 40, 41, 42, 20, 21]),
+        lengths=torch.tensor([2, 1, 0, 3, 2, 1, 1, 1]),
+    )
+    batch = dataclasses.replace(
+        batch,
+        features=features,
+        item_feature_name="video",
+        action_feature_name="click",
+        contextual_feature_names=layout.contextual,
+    )
+    inputs = embeddings(batch)
+    shared = embeddings.collections["dim16"].embeddings["table_shared"].weight
+    assert torch.equal(inputs.context, shared[[20, 10, 11, 12, 21]])
+    assert inputs.context_offsets.tolist() == [0, 1, 5]
+    assert torch.equal(inputs.item, embeddings.collections["dim16"].embeddings["table_video"].weight[[40, 41, 42]])
+    assert torch.equal(inputs.action, embeddings.collections["dim16"].embeddings["table_click"].weight[[3, 0, 1]])
+    assert inputs.event_offsets.tolist() == [0, 2, 3]
+
+
+def test_no_user_and_users_without_events(make_config, make_batch, metadata) -> None:
+    config = make_config()
+    layout = feature_layout(config, metadata)
+    embeddings = FeatureEmbeddings(embedding_tables(config, metadata), layout=layout)
+    nobody = embeddings(make_batch([], lengths=[]))
+    assert nobody.item.shape == nobody.action.shape == nobody.context.shape == (0, 16)
+    assert nobody.event_offsets.tolist() == nobody.context_offsets.tolist() == [0]
+    silent = embeddings(make_batch([1, 2], lengths=[0, 0]))
+    assert silent.item.shape == (0, 16) and silent.context.shape == (4, 16)
+    assert silent.event_offsets.tolist() == [0, 0, 0] and silent.context_offsets.tolist() == [0, 2, 4]
+    for inputs in (nobody, silent):
+        embeddings.zero_grad()
+        sum(t.sum() for t in (inputs.item, inputs.action, inputs.context)).backward()
+        assert all(parameter.grad is not None for parameter in embeddings.parameters())
+
+
+@pytest.mark.parametrize("wrong", [-1, 20])
+def test_an_id_outside_its_table_never_reads_a_row(wrong, make_config, make_batch, metadata) -> None:
+    config = make_config()
+    embeddings = FeatureEmbeddings(embedding_tables(config, metadata), layout=feature_layout(config, metadata))
+    batch = make_batch([1], lengths=[2])
+    batch.features.values()[2] = wrong
+    with pytest.raises(IndexError):
+        embeddings(batch)
+
+
+def test_initial_spread(make_config, metadata) -> None:
+    torch.manual_seed(0)
+    tables = (TableSpec("item", ("item",), 10_000, 16),)
+    layout = feature_layout(make_config(dataset={"contextual_features": ()}), metadata)
+    normal = (
+        FeatureEmbeddings(tables, layout=layout, init_std=0.02).collections["dim16"].embeddings["table_item"].weight
+    )
+    assert float(normal.detach().std()) == pytest.approx(0.02, rel=0.02)
+    uniform = FeatureEmbeddings(tables, layout=layout).collections["dim16"].embeddings["table_item"].weight
+    assert float(uniform.detach().abs().max()) == pytest.approx(0.01, rel=0.02)

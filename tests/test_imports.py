@@ -1,0 +1,105 @@
+"""The fences that import-linter cannot see, and what importing genrec may not need."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("configs", "data", "hstu", "model", "training")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+# Imports all modules in one process in which the packages of other machines cannot be imported.
+LEAN_IMPORT = """
+import importlib, importlib.abc, runpy, sys
+
+ABSENT = {"triton", "transformer_engine", "transformer_engine_torch", "hstu", "hstu_attn_2_cuda", "dynamicemb"}
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT or name.startswith("fbgemm_gpu.experimental"):
+            raise ModuleNotFoundError(f"{name} is not on this machine", name=name)
+
+sys.meta_path.insert(0, Absent())
+modules, scripts = sys.argv[1].split(","), sys.argv[2].split(",")
+for name in modules:
+    importlib.import_module(name)
+for script in filter(None, scripts):
+    runpy.run_path(script, run_name="not_main")
+import torch
+assert not torch.cuda.is_initialized(), "an import initialised CUDA"
+print(len(modules), len(scripts))
+"""
+
+
+def imported_names(path):
+    """(line, name) of every import in the file, wherever it stands; a relative one with its dots."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}") for alias in node.names)
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("genrec", *parts)).removesuffix(".__init__")
+
+
+def test_every_module_imports_without_gpu_packages():
+    names = ",".join(module_name(path) for path in MODULES)
+    scripts = ",".join(str(path) for folder in ("examples", "benchmarks") for path in sorted((ROOT / folder).glob("*.py")))
+    command = [sys.executable, "-c", LEAN_IMPORT, names, scripts]
+    environment = {"PYTHONPATH": str(ROOT / ".pkgroot"), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+
+
+def test_torchrec_distributed_is_imported_in_training_alone():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in MODULES
+        if path.relative_to(ROOT).parts[0] != "training"
+        for line, name in imported_names(path)
+        if name.startswith("torchrec.distributed")
+    ]
+    assert not found
+
+
+def test_imports_are_absolute_and_never_by_folder_name():
+    """`import configs` or `from hstu import` would find another package, or none once installed."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in MODULES
+        for line, name in imported_names(path)
+        if name.partition(".")[0] in ("", *PACKAGES)
+    ]
+    assert not found
+
+
+def test_environment_variables_are_not_feature_switches():
+    """Only what torchrun sets is read from the environment."""
+    allowed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                text = ast.get_source_segment(path.read_text(encoding="utf-8"), node)
+                line = path.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
+                assert any(name in line for name in allowed), f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+
+
+def gpu_marked(node):
+    return any("mark.gpu" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", []))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
+def test_what_skips_without_cuda_is_marked_gpu(path):
+    """The skip itself is in conftest.py: a test that asks for CUDA by itself must carry the marker all the same."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path == Path(__file__).resolve() or any("pytestmark" in ast.unparse(n) and "mark.gpu" in ast.unparse(n) for n in tree.body):
+        return
+    for node in tree.body:
+        asks = "cuda.is_available" in ast.unparse(node) or "cuda.device_count" in ast.unparse(node)
+        assert not asks or gpu_marked(node), f"{path.name}:{node.lineno} looks for CUDA without the marker gpu"

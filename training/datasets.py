@@ -1,0 +1,126 @@
+"""The data of a run: the train loader and the evaluation loaders, of a prepared dataset or synthetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig
+from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, read_metadata
+from genrec.data.loader import SequenceDataset, SequenceLoader
+from genrec.data.synthetic import SyntheticLoader
+from genrec.training.evaluation import PROTOCOLS, read_item_vocabulary
+
+Label = Literal["mask", "class"]
+
+
+def dataset_directory(dataset: DatasetArgs) -> Path:
+    """Where the prepared dataset is: dataset_path, else prepared/<dataset_name> below the working directory."""
+    return Path(dataset.dataset_path) if dataset.dataset_path else Path("prepared") / dataset.dataset_name
+
+
+def read_run_metadata(config: ExperimentConfig) -> DatasetMetadata | None:
+    """Metadata of the prepared dataset, None for synthetic data. Raises DataError, or ConfigError for another split."""
+    if isinstance(config.dataset, BenchmarkDatasetArgs):
+        return None
+    metadata = read_metadata(dataset_directory(config.dataset))
+    rule = metadata.split.get("rule")
+    if rule != config.dataset.split:
+        raise ConfigError(
+            f"DatasetArgs.split = {config.dataset.split!r}, but {dataset_directory(config.dataset)} was prepared with "
+            f"{rule!r}: bind that, or prepare the data again"
+        )
+    return metadata
+
+
+class RunData:
+    """Loaders for one rank over ``splits``. Raises DataError for data that is missing, damaged or empty."""
+
+    def __init__(self, config: ExperimentConfig, *, splits: Sequence[str], rank: int, world_size: int) -> None:
+        assert config.ranking is not None, "a ranking run has RankingArgs"
+        self.config = config
+        self.metadata = read_run_metadata(config)
+        self.rank = rank
+        self.world_size = world_size
+        k_class = config.ranking.num_tasks == 1 and config.ranking.prediction_head_arch[-1] > 1
+        self.label: Label = "class" if k_class else "mask"
+        self._splits: dict[str, SequenceDataset] = {}
+        if isinstance(config.dataset, DatasetArgs):
+            directory = dataset_directory(config.dataset)
+            self._splits = {split: SequenceDataset.open(directory, split=split) for split in splits}
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """The protocols of evaluation; synthetic data without candidates has nothing to freeze."""
+        dataset = self.config.dataset
+        synthetic_history = isinstance(dataset, BenchmarkDatasetArgs) and dataset.max_num_candidates == 0
+        return PROTOCOLS[:1] if synthetic_history else PROTOCOLS
+
+    def train_loader(self) -> SequenceLoader | SyntheticLoader:
+        """The loader of the train split. Raises DataError where it has no batch."""
+        trainer, dataset = self.config.trainer, self.config.dataset
+        loader: SequenceLoader | SyntheticLoader
+        if isinstance(dataset, BenchmarkDatasetArgs):
+            loader = self._synthetic(dataset, "train", trainer.train_batch_size, mode="train")
+        else:
+            loader = SequenceLoader(
+                self._splits["train"],
+                batch_size=trainer.train_batch_size,
+                mode="train",
+                label=self.label,
+                max_history_seqlen=dataset.max_history_seqlen,
+                max_num_candidates=dataset.max_num_candidates,
+                contextual_features=dataset.contextual_features,
+                rank=self.rank,
+                world_size=self.world_size,
+                shuffle=dataset.shuffle,
+                seed=trainer.seed,
+                event_dropout=dataset.event_dropout,
+                num_workers=dataset.num_workers,
+                balanced=trainer.enable_balanced_shuffler,
+            )
+        if len(loader) == 0:
+            raise DataError("the train split has no events: nothing to train on")
+        return loader
+
+    def evaluation_loader(self, split: str, protocol: str) -> SequenceLoader | SyntheticLoader:
+        """A fresh loader over ``split`` ("valid", "test") in ``protocol`` ("sequential", "frozen")."""
+        trainer, dataset = self.config.trainer, self.config.dataset
+        if isinstance(dataset, BenchmarkDatasetArgs):
+            return self._synthetic(dataset, split, trainer.eval_batch_size, mode=protocol)
+        return SequenceLoader(
+            self._splits[split],
+            batch_size=trainer.eval_batch_size,
+            mode=protocol,
+            label=self.label,
+            max_history_seqlen=dataset.max_history_seqlen,
+            max_num_candidates=dataset.max_num_candidates,
+            contextual_features=dataset.contextual_features,
+            rank=self.rank,
+            world_size=self.world_size,
+            num_workers=dataset.num_workers,
+        )
+
+    def _synthetic(self, dataset: BenchmarkDatasetArgs, split: str, batch_size: int, mode: str) -> SyntheticLoader:
+        """Other users in each split: the seeds follow each other."""
+        assert self.config.ranking is not None
+        args = self.config.ranking
+        return SyntheticLoader(
+            dataset,
+            batch_size=batch_size,
+            num_label_values=args.prediction_head_arch[-1] if self.label == "class" else 2**args.num_tasks,
+            mode=mode,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.config.trainer.seed + SPLIT_NAMES.index(split),
+            balanced=mode == "train" and self.config.trainer.enable_balanced_shuffler,
+        )
+
+    def item_vocabulary(self) -> np.ndarray | None:
+        """Original id of each dense item id; None for synthetic data, whose ids are dense."""
+        if isinstance(self.config.dataset, BenchmarkDatasetArgs):
+            return None
+        return read_item_vocabulary(dataset_directory(self.config.dataset))

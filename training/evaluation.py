@@ -1,0 +1,134 @@
+"""Evaluation: exact metrics of a split in a protocol, over all ranks, without touching training; and the table of scores."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars
+import torch
+from torch import Tensor, nn
+
+from genrec.data.batch import Batch
+from genrec.model.ranking import RankingModel
+from genrec.training.metrics import RankingMetrics
+from genrec.training.sharding import Ranks
+from genrec.training.state import random_state, set_random_state
+
+PROTOCOLS = ("sequential", "frozen")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of one split in one protocol; NaN where undefined (one class only, or no target)."""
+
+    split: str
+    protocol: str
+    metrics: dict[str, float]
+    num_targets: int
+
+
+class ScoreTable:
+    """Collects a row for every evaluation target that this rank sees."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, np.ndarray]] = []
+
+    def add(self, batch: Batch, *, scores: Tensor, labels: Tensor) -> None:
+        """scores, labels: (N, tasks) of the batch's N targets, in the batch's order."""
+        events = labelled_events(batch)
+        items = batch.features[batch.item_feature_name].values()
+        part = {
+            "user_id": batch.user_ids.repeat_interleave(batch.num_labelled),
+            "item_id": items[events],
+            "timestamp": batch.timestamps[events],
+        }
+        for task in range(scores.shape[1]):
+            suffix = f"_task{task}" if task else ""
+            part[f"label{suffix}"] = labels[:, task]
+            part[f"score{suffix}"] = scores[:, task]
+        self._parts.append({name: values.cpu().numpy() for name, values in part.items()})
+
+    def gathered(self, ranks: Ranks, *, item_vocabulary: np.ndarray | None) -> polars.DataFrame:
+        """All ranks' rows, ordered by user, time and item. All ranks call alike.
+
+        item_vocabulary: original id of each dense item id; None keeps the dense ids.
+        """
+        # Every rank has at least one batch, if only an empty one, so every part has all columns.
+        parts = [part for rank_parts in ranks.gather(self._parts) for part in rank_parts]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if item_vocabulary is not None:
+            columns["item_id"] = item_vocabulary[columns["item_id"]]
+        return polars.DataFrame(columns).sort("user_id", "timestamp", "item_id", maintain_order=True)
+
+
+def write_table(table: polars.DataFrame, path: Path) -> None:
+    """Write ``table`` as parquet beside ``path`` and rename it there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.writing")
+    table.write_parquet(beside)
+    beside.replace(path)
+
+
+def evaluate(
+    model: RankingModel,
+    loader: Iterable[Batch],
+    *,
+    split: str,
+    protocol: str,
+    ranks: Ranks,
+    make_metrics: Callable[[], RankingMetrics],
+    max_iters: int | None = None,
+    table: ScoreTable | None = None,
+) -> Evaluation:
+    """Evaluate ``model`` (without DDP) on ``loader``, of which this rank sees its own part.
+
+    Leaves the random generators and the model's mode as they were. A rank's error in its data stops all ranks.
+    """
+    metrics = make_metrics().to(ranks.device)
+    num_targets = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+
+    def run() -> None:
+        for batch in itertools.islice(loader, max_iters):
+            on_device = batch.to(ranks.device)
+            output = model(on_device)
+            scores, labels = model.scores(output), model.main_label(output.labels)
+            user_ids = on_device.user_ids.repeat_interleave(on_device.num_labelled)
+            metrics.update(scores, labels, user_ids, hits=model.hits(output))
+            num_targets.add_(len(labels))
+            if table is not None:
+                table.add(on_device, scores=scores, labels=labels)
+
+    with undisturbed(model), torch.no_grad():
+        ranks.together(run)
+    return Evaluation(split, protocol, metrics.compute(), int(ranks.sum(num_targets)))
+
+
+def labelled_events(batch: Batch) -> Tensor:
+    """(N,) positions, among all events of the batch, of the events that carry a label: each user's last num_labelled."""
+    ends = batch.features[batch.item_feature_name].offsets()[1:].to(torch.int64)
+    labels_before = batch.num_labelled.cumsum(0) - batch.num_labelled
+    shift = (ends - batch.num_labelled - labels_before).repeat_interleave(batch.num_labelled)
+    return shift + torch.arange(len(shift), device=shift.device)
+
+
+def read_item_vocabulary(directory: Path) -> np.ndarray | None:
+    """Original id of each dense item id of a prepared dataset, None where it has no vocabulary file."""
+    path = directory / "vocabulary" / "item.parquet"
+    return polars.read_parquet(path).to_series(0).to_numpy() if path.is_file() else None
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode; afterwards its mode and the random generators are as before."""
+    was_training, state = model.training, random_state()
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        set_random_state(state)

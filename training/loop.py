@@ -1,0 +1,140 @@
+"""The training loop: steps, and between them log lines, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from genrec.configs.schema import TrainerArgs
+from genrec.data.batch import Batch
+from genrec.training.evaluation import Evaluation
+from genrec.training.report import Meter, RunLog
+from genrec.training.sharding import Ranks
+from genrec.training.step import StepResult, TrainStep
+
+LOG = logging.getLogger(__name__)
+
+
+class TrainLoader(Protocol):
+    """What the loop asks of a loader: one epoch an iteration, from the cursor on; the next one starts the next epoch."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __len__(self) -> int: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Loop:
+    """Trains from ``step`` to ``total_steps``.
+
+    ``evaluate(splits)`` and ``save(step)`` are given; neither may change what training computes.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerArgs,
+        *,
+        loader: TrainLoader,
+        train_step: TrainStep,
+        ranks: Ranks,
+        log: RunLog,
+        meter: Meter,
+        evaluate: Callable[[Sequence[str]], list[Evaluation]],
+        save: Callable[[int], None],
+        first_step: int = 0,
+    ) -> None:
+        self.trainer = trainer
+        self.loader = loader
+        self.train_step = train_step
+        self.ranks = ranks
+        self.log = log
+        self.meter = meter
+        self.evaluate = evaluate
+        self.save = save
+        self.step = first_step
+        self.total_steps = total_steps(trainer, loader)
+
+    def run(self) -> None:
+        """Train; ends with a checkpoint of the last step, without the final evaluation."""
+        micro_batches = grouped(self.loader, self.trainer.accumulate_steps)
+        self.train_step.model.train()
+        with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
+            while self.step < self.total_steps:
+                batches = self.ranks.together(lambda: next(micro_batches))
+                self.step += 1
+                result = self.train_step(batches, step=self.step)
+                self._record(result)
+                profile_step()
+                self._between_steps()
+
+    def _record(self, result: StepResult) -> None:
+        self.meter.add(result)
+        line = self.meter.line(self.step, result.learning_rate)
+        self.log.progress(self.step, line)
+        if not result.finite:
+            LOG.warning("step %d was left out: its loss or a gradient is not finite", self.step)
+            self.log.other({"event": "skipped", "step": self.step, "loss": None})
+        if self._due(self.trainer.log_interval) or self.step == self.total_steps:
+            self.log.train(line)
+            self.meter.reset()
+
+    def _between_steps(self) -> None:
+        last = self.step == self.total_steps  # the final evaluation follows the loop
+        self.meter.pause()
+        if self._due(self.trainer.eval_interval) and not last:
+            self.log.evaluations(self.step, self.evaluate(("valid",)))
+        if self._due(self.trainer.ckpt_save_interval) or last:
+            self.save(self.step)
+        self.meter.resume()
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+
+def total_steps(trainer: TrainerArgs, loader: TrainLoader) -> int:
+    """max_train_iters, or the optimizer steps of one epoch."""
+    if trainer.max_train_iters is not None:
+        return trainer.max_train_iters
+    return math.ceil(len(loader) / trainer.accumulate_steps)
+
+
+def grouped(loader: TrainLoader, size: int) -> Iterator[list[Batch]]:
+    """Micro-batches in groups of ``size``, epoch after epoch without end; an epoch's last group may be smaller."""
+    assert len(loader) > 0, "a loader without batches is refused before training"
+    while True:
+        epoch = iter(loader)
+        while group := list(itertools.islice(epoch, size)):
+            yield group
+
+
+@contextlib.contextmanager
+def profiled(trainer: TrainerArgs, *, rank: int) -> Iterator[Callable[[], Any]]:
+    """With TrainerArgs.profile, a Chrome trace of steps profile_step_start to profile_step_end into output_dir/profile.
+
+    Yields what to call after each step; steps are counted from the start of this process.
+    """
+    if not trainer.profile:
+        yield lambda: None
+        return
+    folder = Path(trainer.output_dir) / "profile"
+    folder.mkdir(parents=True, exist_ok=True)
+    start, end = trainer.profile_step_start, trainer.profile_step_end
+    schedule = torch.profiler.schedule(wait=max(start - 1, 0), warmup=min(start, 1), active=end - start, repeat=1)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    trace = folder / f"trace_rank{rank}.json"
+    with torch.profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(str(trace))
+    ) as profiler:
+        yield profiler.step

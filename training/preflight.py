@@ -1,0 +1,85 @@
+"""``--check``: what a configuration would run, without data in memory and without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from genrec.configs.availability import check_available
+from genrec.configs.loading import describe
+from genrec.configs.schema import ExperimentConfig
+from genrec.hstu.preprocessor import DTYPES
+from genrec.model.features import feature_layout
+from genrec.model.ranking import RankingModel
+from genrec.training.datasets import read_run_metadata
+from genrec.training.optim import embedding_parameters
+
+MIB = 2**20
+# Optimizer values a weight has; row-wise Adagrad has one a row, which is next to nothing.
+STATE_PER_WEIGHT = {"adam": 2, "adamw": 2, "sgd": 0, "rowwise_adagrad": 0}
+
+
+def check(config: ExperimentConfig) -> None:
+    """Build the model on the meta device and print the configuration, its parameters and an estimate of memory.
+
+    Raises UserError where the configuration cannot be run.
+    """
+    require_available(config)
+    metadata = read_run_metadata(config)
+    model = RankingModel(config, metadata=metadata, device=torch.device("meta"))
+    tokens = feature_layout(config, metadata).max_num_tokens
+    console = Console(soft_wrap=True)
+    console.print(describe(config), markup=False, highlight=False)
+    console.print(_parameter_table(model))
+    memory = {**weight_memory(config, model), "activations of a full batch (about)": activation_memory(config, tokens)}
+    table = Table("memory on a rank", "MiB", title=None)
+    for name, size in [*memory.items(), ("sum", sum(memory.values()))]:
+        table.add_row(name, f"{size / MIB:,.1f}")
+    console.print(table)
+
+
+def require_available(config: ExperimentConfig) -> None:
+    """Raise UnavailableError for what this version lacks on the device that the run would use."""
+    device = config.trainer.device
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    check_available(config, device_type="cuda" if on_gpu else "cpu")
+
+
+def weight_memory(config: ExperimentConfig, model: nn.Module) -> dict[str, int]:
+    """Bytes of weights, gradients, optimizer state and average on one rank."""
+    tables = embedding_parameters(model)
+    num_tables = sum(p.numel() for p in tables)
+    num_weights = sum(p.numel() for p in model.parameters())
+    optimizer = config.optimizer
+    table_optimizer = optimizer.embedding_optimizer_str or optimizer.optimizer_str
+    states = STATE_PER_WEIGHT[optimizer.optimizer_str] * (num_weights - num_tables)
+    states += STATE_PER_WEIGHT[table_optimizer] * num_tables
+    sizes = {"weights": 4 * num_weights, "gradients": 4 * num_weights, "optimizer state": 4 * states}
+    if config.trainer.ema_decay is not None:
+        sizes["average of the weights"] = 4 * num_weights
+    return sizes
+
+
+def activation_memory(config: ExperimentConfig, max_num_tokens: int) -> int:
+    """Bytes kept for backward when every user of a train batch has the longest sequence.
+
+    A layer keeps its input and normed input (hidden_size), u, v, q, k before and after SiLU, the attention's output and
+    its gated norm (num_attention_heads * kv_channels each).
+    """
+    network = config.network
+    heads_width = network.num_attention_heads * network.kv_channels
+    per_token = network.num_layers * (2 * network.hidden_size + 10 * heads_width)
+    bytes_each = torch.finfo(DTYPES[network.dtype_str]).bits // 8
+    return config.trainer.train_batch_size * max_num_tokens * per_token * bytes_each
+
+
+def _parameter_table(model: nn.Module) -> Table:
+    table = Table("module", "parameters")
+    rows: Sequence[tuple[str, nn.Module]] = [*model.named_children(), ("model", model)]
+    for name, module in rows:
+        table.add_row(name, f"{sum(p.numel() for p in module.parameters()):,}")
+    return table

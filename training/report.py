@@ -1,0 +1,165 @@
+"""What a run shows while it trains: a progress bar or log lines, metrics.jsonl and TensorBoard. Rank 0 only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from genrec.training.evaluation import Evaluation
+from genrec.training.metrics_log import Line, append_lines, keep_lines, read_lines
+from genrec.training.step import StepResult
+
+LOG = logging.getLogger(__name__)
+CONSOLE = Console(stderr=True)
+
+
+class Meter:
+    """Losses and counts since the last line of the log. ``values`` is what a checkpoint keeps of it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new line."""
+        self.values: dict[str, float] = {"loss_sum": 0.0, "num_targets": 0}
+        self._seconds, self._tokens, self._users = 0.0, 0, 0
+        self.resume()
+
+    def pause(self) -> None:
+        """Stop the clock, so that evaluating and saving don't count as training time."""
+        self._seconds += time.perf_counter() - self._started
+
+    def resume(self) -> None:
+        """Let the clock run (on)."""
+        self._started = time.perf_counter()
+
+    def add(self, result: StepResult) -> None:
+        """Take in a step; one left out because it was not finite has no loss to average."""
+        if result.finite:
+            self.values["loss_sum"] += result.loss_sum
+            self.values["num_targets"] += result.num_targets
+        self._tokens += result.num_tokens
+        self._users += result.num_users
+
+    def line(self, step: int, learning_rate: float) -> Line:
+        """The "train" line of metrics.jsonl; the loss is the mean over targets, 0 where there were none."""
+        seconds = max(self._seconds + time.perf_counter() - self._started, 1e-9)
+        return {
+            "event": "train",
+            "step": step,
+            "loss": self.values["loss_sum"] / max(self.values["num_targets"], 1),
+            "learning_rate": learning_rate,
+            "tokens_per_s": self._tokens / seconds,
+            "users_per_s": self._users / seconds,
+        }
+
+
+class RunLog:
+    """Writes and shows lines; on ranks other than 0 it does nothing."""
+
+    def __init__(self, output_dir: Path, *, is_main: bool, total_steps: int, first_step: int) -> None:
+        """Lines of steps after ``first_step``, left by a run that was stopped, are dropped."""
+        self.is_main = is_main
+        self.path = output_dir / "metrics.jsonl"
+        self._bar: Progress | None = None
+        self._board: SummaryWriter | None = None
+        if not is_main:
+            return
+        keep_lines(self.path, lambda line: line["step"] <= first_step)
+        self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
+        if CONSOLE.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=CONSOLE)
+            self._task = self._bar.add_task("training", total=total_steps, completed=first_step, figures="")
+            self._bar.start()
+
+    def progress(self, step: int, line: Line) -> None:
+        """Show where training is; ``line`` has the figures so far."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=_figures(line))
+
+    def train(self, line: Line) -> None:
+        """Record a "train" line."""
+        if self._board is None:
+            return
+        append_lines(self.path, [line])
+        for name in ("loss", "learning_rate", "tokens_per_s", "users_per_s"):
+            self._board.add_scalar(f"train/{name}", line[name], line["step"])
+        if self._bar is None:
+            LOG.info("step %d: %s", line["step"], _figures(line))
+
+    def evaluations(self, step: int, evaluations: Sequence[Evaluation]) -> None:
+        """Record evaluations, all with one write."""
+        if self._board is None:
+            return
+        append_lines(self.path, [evaluation_line(step, evaluation) for evaluation in evaluations])
+        for evaluation in evaluations:
+            for name, value in evaluation.metrics.items():
+                self._board.add_scalar(f"{evaluation.split}_{evaluation.protocol}/{name}", value, step)
+            figures = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
+            LOG.info("step %d: %s, %s: %s", step, evaluation.split, evaluation.protocol, figures)
+
+    def other(self, line: Line) -> None:
+        """Record a line of another kind, such as a step that was left out."""
+        if self.is_main:
+            append_lines(self.path, [line])
+
+    def lines(self) -> list[Line]:
+        """Everything recorded so far."""
+        return read_lines(self.path)
+
+    def final_lines(self, step: int, *, splits: Sequence[str], protocols: Sequence[str]) -> list[Line]:
+        """The evaluations of ``step``, if those of all splits in all protocols are there; else none, on disk too."""
+        if not self.is_main:
+            return []
+        wanted = {(split, protocol) for split in splits for protocol in protocols}
+        found = {(n["event"], n["protocol"]): n for n in self.lines() if n["step"] == step and n["event"] in splits}
+        if found.keys() == wanted:
+            return list(found.values())
+        keep_lines(self.path, lambda line: not (line["step"] == step and line["event"] in splits))
+        return []
+
+    def close(self) -> None:
+        """End the progress bar and flush TensorBoard."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+def evaluation_line(step: int, evaluation: Evaluation) -> Line:
+    """The "valid" or "test" line of metrics.jsonl."""
+    metrics: dict[str, Any] = dict(evaluation.metrics)
+    return {"event": evaluation.split, "step": step, "protocol": evaluation.protocol, "metrics": metrics}
+
+
+def setup_logging(*, is_main: bool) -> None:
+    """Log lines to stderr: everything on rank 0, warnings on the others."""
+    root = logging.getLogger("genrec")
+    root.setLevel(logging.INFO if is_main else logging.WARNING)
+    if CONSOLE.is_terminal:  # above the progress bar, not through it
+        handler: logging.Handler = RichHandler(console=CONSOLE, show_path=False, show_level=False)
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    root.handlers = [handler]
+    root.propagate = False  # libraries put a handler of their own on the root logger
+    # TorchRec calls a function of which torch.fx warns.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def _figures(line: Line) -> str:
+    return (
+        f"loss {line['loss']:.4f}, learning rate {line['learning_rate']:.2e}, "
+        f"{line['users_per_s']:,.0f} users/s, {line['tokens_per_s']:,.0f} tokens/s"
+    )

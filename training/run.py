@@ -1,0 +1,151 @@
+"""A run: its data, model, optimizers and checkpoints, built from the configuration and saved and restored together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from genrec.configs.loading import operative_text
+from genrec.configs.schema import RANKING_METRICS, ExperimentConfig, UserError
+from genrec.data.format import SPLIT_NAMES
+from genrec.model.ranking import RankingModel
+from genrec.training import state
+from genrec.training.average import WeightAverage
+from genrec.training.checkpoint import CheckpointStore, read_host, resolve_checkpoint, write_atomically
+from genrec.training.datasets import RunData
+from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
+from genrec.training.metrics import RankingMetrics
+from genrec.training.optim import build_optimizers
+from genrec.training.report import Meter
+from genrec.training.sharding import Ranks
+
+LOG = logging.getLogger(__name__)
+
+STANDARD_METRICS = ("AUC", "GAUC", "NE", "LogLoss")  # of every run; RankingArgs.eval_metrics can add to them
+
+
+class Evaluator:
+    """The data and model that evaluation needs, built without anything of training."""
+
+    def __init__(self, config: ExperimentConfig, *, ranks: Ranks, splits: Sequence[str]) -> None:
+        assert config.ranking is not None, "a ranking run has RankingArgs"
+        self.config = config
+        self.ranks = ranks
+        self.data = RunData(config, splits=splits, rank=ranks.rank, world_size=ranks.world_size)
+        seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
+        self.model = RankingModel(config, metadata=self.data.metadata).to(ranks.device)
+        wanted = {*STANDARD_METRICS, *config.ranking.eval_metrics}
+        self.metric_names = tuple(name for name in RANKING_METRICS if name in wanted)
+
+    def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:
+        """Evaluate the model's present weights; ``table`` collects the scores."""
+        return evaluate(
+            self.model,
+            self.data.evaluation_loader(split, protocol),
+            split=split,
+            protocol=protocol,
+            ranks=self.ranks,
+            make_metrics=lambda: RankingMetrics(self.model.num_tasks, self.metric_names),
+            max_iters=self.config.trainer.max_eval_iters,
+            table=table,
+        )
+
+
+class Run(Evaluator):
+    """An Evaluator that trains: with a train loader, optimizers, an average of the weights and checkpoints."""
+
+    def __init__(self, config: ExperimentConfig, *, ranks: Ranks) -> None:
+        super().__init__(config, ranks=ranks, splits=SPLIT_NAMES)
+        trainer = config.trainer
+        self.loader = self.data.train_loader()
+        self.optimizers = build_optimizers(self.model, config.optimizer)
+        decay = trainer.ema_decay
+        self.average = None if decay is None else WeightAverage(self.model, decay=decay)
+        self.output_dir = Path(trainer.output_dir)
+        directory = Path(trainer.ckpt_save_dir) if trainer.ckpt_save_dir else self.output_dir / "checkpoints"
+        self.store = CheckpointStore(directory, keep=trainer.keep_checkpoints, ranks=ranks)
+        self.meter = Meter()
+        self._texts = {
+            "config.gin": config.text,
+            "operative_config.gin": operative_text(),
+            "config.json": json.dumps(state.config_values(config), indent=1),
+        }
+        seed_everything(trainer.seed + ranks.rank)  # each rank draws its own dropout
+
+    def write_config(self) -> None:
+        """Put the configuration into the output folder. Raises UserError where that cannot be written."""
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            for name in ("config.gin", "operative_config.gin"):
+                write_atomically(self.output_dir / name, self._texts[name])
+        except OSError as error:
+            reason = f"{error.strerror} ({error.filename})"
+            raise UserError(f"TrainerArgs.output_dir = {str(self.output_dir)!r} cannot be written: {reason}") from error
+
+    def start(self) -> int:
+        """Continue the newest whole checkpoint, else start from ckpt_load_dir or anew; returns the steps already done."""
+        trainer = self.config.trainer
+        newest = self.store.newest()
+        if newest is not None and trainer.resume == "never":
+            raise UserError(
+                f"{self.store.directory} already holds {newest.name} of a run, and TrainerArgs.resume = 'never': choose "
+                "another TrainerArgs.output_dir, or resume = 'auto' to continue it"
+            )
+        if newest is not None:
+            return self._restore(newest)
+        if trainer.ckpt_load_dir:
+            path = resolve_checkpoint(Path(trainer.ckpt_load_dir))
+            state.restore_tensors(path, self.model, self.optimizers, self.average)
+            LOG.info("starts from the weights and optimizer state of %s", path)
+        return 0
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of everything that training computes from."""
+        host = {
+            "step": step,
+            "world_size": self.ranks.world_size,
+            "loader": self.loader.state_dict(),
+            "meter": self.meter.values,
+            "random": state.random_state(),
+        }
+        tensors = state.collect_tensors(self.model, self.optimizers, self.average)
+        path = self.store.save(step, tensors=tensors, host=host, texts=self._texts)
+        LOG.info("saved %s", path)
+
+    def evaluate_splits(self, splits: Sequence[str]) -> list[Evaluation]:
+        """Evaluate ``splits`` in both protocols, with the averaged weights where the run keeps them."""
+        if self.average is None:
+            return [self.evaluate(split, protocol) for split in splits for protocol in self.data.protocols]
+        with self.average.applied():
+            return [self.evaluate(split, protocol) for split in splits for protocol in self.data.protocols]
+
+    def _restore(self, path: Path) -> int:
+        state.check_same_run(path, self.config)
+        host = read_host(path, rank=0)
+        state.restore_tensors(path, self.model, self.optimizers, self.average)
+        self.loader.load_state_dict(host["loader"])
+        self.meter.values = host["meter"]
+        if host["world_size"] == self.ranks.world_size:
+            state.set_random_state(read_host(path, rank=self.ranks.rank)["random"])
+            LOG.info("continues from %s", path)
+        else:
+            LOG.warning(
+                "continues from %s of %d ranks with %d: with other global batches and random numbers than there",
+                path,
+                host["world_size"],
+                self.ranks.world_size,
+            )
+        return int(host["step"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of torch, numpy and python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

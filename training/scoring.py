@@ -1,0 +1,94 @@
+"""Scores of a checkpoint: rebuilds the model from the checkpoint alone, evaluates it and writes a row for each target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from genrec.configs.loading import load_experiment
+from genrec.configs.schema import ExperimentConfig, Task, UserError
+from genrec.training.checkpoint import resolve_checkpoint
+from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
+from genrec.training.final_report import print_results
+from genrec.training.report import evaluation_line, setup_logging
+from genrec.training.run import Evaluator
+from genrec.training.sharding import Ranks, is_main_process, process_group
+from genrec.training.state import restore_for_evaluation
+from genrec.training.train import add_gin_arguments, run_for_user
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate a checkpoint as the command line says; returns the exit code: 0, or 2 for what the user can mend."""
+    args = _parser().parse_args(argv)
+    setup_logging(is_main=is_main_process())
+
+    def run() -> None:
+        checkpoint = resolve_checkpoint(args.checkpoint)
+        config = load_checkpoint_config(checkpoint, gin_bindings=args.gin_bindings)
+        score(config, checkpoint, split=args.split, protocol=args.protocol, scores_path=args.scores)
+
+    return run_for_user(run, debug=args.debug)
+
+
+def load_checkpoint_config(checkpoint: Path, *, gin_bindings: Sequence[str]) -> ExperimentConfig:
+    """The configuration that a checkpoint was trained with, changed by ``gin_bindings``."""
+    task = cast(Task, json.loads((checkpoint / "config.json").read_text())["task"])
+    return load_experiment(task, gin_files=[str(checkpoint / "config.gin")], gin_bindings=gin_bindings)
+
+
+def score(
+    config: ExperimentConfig, checkpoint: Path, *, split: str, protocol: str, scores_path: Path | None
+) -> Evaluation:
+    """Evaluate ``checkpoint`` on ``split`` in ``protocol``, print the metrics and write the scores, on any number of ranks.
+
+    The scores' columns: user_id and item_id (original ids), timestamp, label (0 or 1), score (probability of 1); further
+    tasks in label_task1, score_task1, ...
+    """
+    table = ScoreTable()
+    with process_group(config.trainer.device) as ranks:
+        evaluator = ranks.together(lambda: _restored(config, checkpoint, ranks, split))
+        evaluation = evaluator.evaluate(split, protocol, table=table)
+        if scores_path is not None:
+            _write(table, scores_path, evaluator, ranks)
+        if ranks.is_main:
+            step = int(checkpoint.resolve().name.removeprefix("step_"))
+            outputs = [] if scores_path is None else [scores_path]
+            print_results([evaluation_line(step, evaluation)], outputs=outputs, checkpoints=checkpoint)
+    return evaluation
+
+
+def _restored(config: ExperimentConfig, checkpoint: Path, ranks: Ranks, split: str) -> Evaluator:
+    evaluator = Evaluator(config, ranks=ranks, splits=(split,))
+    restore_for_evaluation(checkpoint, evaluator.model)
+    return evaluator
+
+
+def _write(table: ScoreTable, path: Path, evaluator: Evaluator, ranks: Ranks) -> None:
+    rows = table.gathered(ranks, item_vocabulary=evaluator.data.item_vocabulary())
+
+    def write() -> None:
+        try:
+            write_table(rows, path)
+        except OSError as error:
+            raise UserError(f"--scores {path} cannot be written: {error.strerror} ({error.filename})") from error
+
+    ranks.together(lambda: write() if ranks.is_main else None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Evaluate a checkpoint and write its scores.")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint, or an output folder for its newest one",
+    )
+    parser.add_argument("--split", choices=("test", "valid"), default="test")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="sequential")
+    parser.add_argument("--scores", type=Path, metavar="FILE", help="parquet file to write, a row for each target")
+    add_gin_arguments(parser)
+    return parser

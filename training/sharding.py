@@ -1,0 +1,154 @@
+"""Ranks and what they do together: torchrun's process group, the device, DDP, agreement on errors and on the config.
+
+Plain ``python`` is one rank without a process group; every collective here is then the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from genrec.configs.schema import ConfigError, UnavailableError, UserError
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class PeerStopped(UserError):
+    """Another rank met the error and says so; this one only stops."""
+
+
+class RankError(UserError):
+    """An error that rank 0 has not met, so this rank tells it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place among all of them, and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """``tensor`` summed over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """``value`` of every rank, by rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; where it fails on any, all stop, and only the first that failed says why.
+
+        ``action`` itself must not contain collectives. Raises the UserError on the first failing rank (as RankError if
+        that is not rank 0), PeerStopped on the others.
+        """
+        result: T | None = None
+        error: UserError | None = None
+        try:
+            result = action()
+        except UserError as caught:
+            error = caught
+        num_failed = self.sum(torch.tensor([int(error is not None)], device=self.device))
+        if not int(num_failed):
+            return result  # type: ignore[return-value]
+        first = self.gather(error is not None).index(True)
+        if error is None or self.rank != first:
+            raise PeerStopped(f"rank {first} stopped with an error")
+        raise error if self.is_main else RankError(f"rank {self.rank}: {error}") from error
+
+
+@contextlib.contextmanager
+def process_group(device: str) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started (gloo on the CPU, NCCL on GPUs), or be the only one.
+
+    ``device`` is TrainerArgs.device. Raises UnavailableError for "cuda" without a GPU.
+    """
+    chosen = _device(device)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield Ranks(rank=0, world_size=1, device=chosen)
+        return
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    try:
+        yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, known before (and without) a process group."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def check_same_config(ranks: Ranks, digest: str) -> None:
+    """Raises ConfigError where a rank was started with another configuration than rank 0."""
+    digests = ranks.gather(digest)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not different:
+        return
+    if not ranks.is_main:
+        raise PeerStopped("the ranks' configurations differ")
+    raise ConfigError(
+        f"ranks {different} were started with another configuration than rank 0 (config hash "
+        f"{digests[different[0]][:12]} against {digests[0][:12]}): give every rank the same files and bindings"
+    )
+
+
+def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """``model`` under DDP, or itself where there is one rank. DDP averages gradients: see ``loss_scale``."""
+    if ranks.world_size == 1:
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def loss_scale(ranks: Ranks, num_targets: int) -> float:
+    """The factor of a rank's summed loss so that DDP's averaged gradient is that of the mean over all targets."""
+    return ranks.world_size / num_targets
+
+
+def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, backward only adds to the rank's own gradients; the next backward outside sums them over ranks."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, without DDP around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UnavailableError('TrainerArgs.device = "cuda", but PyTorch sees no GPU here: use "cpu" or "auto"')
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

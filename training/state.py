@@ -1,0 +1,165 @@
+"""What a checkpoint holds: model, optimizers and average as named tensors; random states as JSON values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from genrec.configs.schema import ExperimentConfig
+from genrec.training.average import WeightAverage
+from genrec.training.checkpoint import CheckpointError, read_tensors
+
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
+
+# Fields that may change between a checkpoint and the run that continues it: none of them changes what is computed.
+FREE_FIELDS = {
+    "DatasetArgs": ("dataset_path", "num_workers"),
+    "TrainerArgs": (
+        *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints"),
+        *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
+        *("profile", "profile_step_start", "profile_step_end", "pipeline_type", "nonfinite", "device"),
+    ),
+}
+
+
+def collect_tensors(
+    model: nn.Module, optimizers: Sequence[Optimizer], average: WeightAverage | None
+) -> dict[str, Tensor]:
+    """Every tensor of the training state by name, for ``CheckpointStore.save``."""
+    tensors = {f"{MODEL}{name}": value for name, value in model.state_dict().items()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if value is not None:  # plain SGD keeps an empty place for its momentum
+                    tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = torch.as_tensor(value)
+    if average is not None:
+        tensors |= {f"{AVERAGE}{name}": value for name, value in average.tensors.items()}
+    return tensors
+
+
+def restore_tensors(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], average: WeightAverage | None
+) -> None:
+    """Put a checkpoint's weights, optimizer state and average back, exactly. Raises CheckpointError on another model's."""
+    tensors = read_tensors(path, prefixes=(MODEL, OPTIMIZER, AVERAGE))
+    _restore_weights(path, model, _below(tensors, MODEL))
+    _restore_optimizers(path, model, optimizers, _below(tensors, OPTIMIZER))
+    if average is not None:
+        saved = _below(tensors, AVERAGE) or _below(tensors, MODEL)  # a run without average: it starts at its weights
+        for name, tensor in average.tensors.items():
+            tensor.copy_(saved[name])
+
+
+def restore_for_evaluation(path: Path, model: nn.Module) -> None:
+    """Put the weights that training evaluates into ``model``: the average where the run kept one."""
+    tensors = read_tensors(path, prefixes=(MODEL, AVERAGE))
+    _restore_weights(path, model, _below(tensors, MODEL) | _below(tensors, AVERAGE))
+
+
+def config_values(config: ExperimentConfig) -> dict[str, Any]:
+    """The resolved configuration as JSON values by class, for ``config.json``."""
+    parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
+    values = {type(part).__name__: dataclasses.asdict(part) for part in parts if dataclasses.is_dataclass(part)}
+    plain: dict[str, Any] = json.loads(json.dumps({"task": config.task, **values}))
+    return plain
+
+
+def check_same_run(path: Path, config: ExperimentConfig) -> None:
+    """Raises CheckpointError naming the fields in which ``config`` is another run than the checkpoint's."""
+    saved = _flat(json.loads((path / "config.json").read_text()))
+    current = _flat(config_values(config))
+    free = {f"{name}.{field}" for name, fields in FREE_FIELDS.items() for field in fields}
+    names = sorted((saved.keys() | current.keys()) - free)
+    changes = [
+        f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
+        for name in names
+        if saved.get(name) != current.get(name)
+    ]
+    if changes:
+        raise CheckpointError(
+            f"cannot continue from {path}, which has another configuration ({', '.join(changes)}): choose another "
+            "TrainerArgs.output_dir or undo the change"
+        )
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the global random generators (torch, CUDA, numpy, python) as JSON values."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if _uses_cuda() else None,
+        "numpy": numpy_state,
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Undo what was drawn since ``random_state``."""
+    torch.set_rng_state(_bytes_tensor(state["torch"]))
+    if state["cuda"] is not None and _uses_cuda():
+        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+    numpy_state = {**state["numpy"], "state": dict(state["numpy"]["state"])}
+    numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numpy_state)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+
+
+def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    own = model.state_dict()
+    for name in sorted(own.keys() | saved.keys()):
+        there = tuple(saved[name].shape) if name in saved else "absent"
+        here = tuple(own[name].shape) if name in own else "absent"
+        if there != here:
+            raise CheckpointError(f"{path} is of another model: {name} is {there} there and {here} here")
+    model.load_state_dict(dict(saved))
+
+
+def _restore_optimizers(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Tensor]
+) -> None:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    used: set[str] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = _below(saved, f"{names[parameter]}.", leaves_only=True)
+                used |= {f"{names[parameter]}.{key}" for key in state}
+                # Step counts are read on the host, unless the optimizer runs its step count on the device.
+                on_device = group.get("fused") or group.get("capturable")
+                moved = {k: v.to(parameter.device) if v.dim() or on_device else v for k, v in state.items()}
+                if moved:
+                    optimizer.state[parameter] = moved
+    if used != saved.keys():
+        raise CheckpointError(f"{path} has optimizer state of another model: {sorted(saved.keys() - used)[0]}")
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str, *, leaves_only: bool = False) -> dict[str, Tensor]:
+    below = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {name: value for name, value in below.items() if not (leaves_only and "." in name)}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _bytes_tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

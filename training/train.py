@@ -1,0 +1,172 @@
+"""From the command line to a trained model: ``main`` for the example scripts, ``train`` for a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from genrec.configs.loading import load_experiment
+from genrec.configs.schema import ExperimentConfig, Task, UserError
+from genrec.training.final_report import print_results, write_report
+from genrec.training.loop import Loop, total_steps
+from genrec.training.metrics_log import Line
+from genrec.training.optim import LearningRateSchedule
+from genrec.training.preflight import check, require_available
+from genrec.training.report import RunLog, setup_logging
+from genrec.training.run import Run
+from genrec.training.sharding import (
+    PeerStopped,
+    RankError,
+    check_same_config,
+    is_main_process,
+    process_group,
+    replicate,
+)
+from genrec.training.step import NonFiniteError, TrainStep
+
+LOG = logging.getLogger(__name__)
+EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
+FINAL_SPLITS = ("valid", "test")
+
+
+def main(task: Task, argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code: 0, 2 for what the user can mend, 3 for a loss gone NaN."""
+    args = _parser().parse_args(argv)
+    setup_logging(is_main=is_main_process())
+
+    def run() -> None:
+        config = load_experiment(
+            task, gin_files=args.gin_config_file, gin_bindings=args.gin_bindings, search_dirs=(script_directory(),)
+        )
+        check(config) if args.check else train(config)
+
+    return run_for_user(run, debug=args.debug)
+
+
+def train(config: ExperimentConfig) -> list[Line]:
+    """Train, evaluate and report one run; returns the final evaluations as lines of metrics.jsonl.
+
+    A run that was stopped continues from its newest checkpoint (TrainerArgs.resume), a finished one shows its results.
+    """
+    require_available(config)
+    with process_group(config.trainer.device) as ranks:
+        check_same_config(ranks, config.digest)
+        torch.use_deterministic_algorithms(config.trainer.deterministic)
+        run = ranks.together(lambda: Run(config, ranks=ranks))
+        first_step = run.start()
+        ranks.together(lambda: run.write_config() if ranks.is_main else None)
+        steps = total_steps(config.trainer, run.loader)
+        log = RunLog(run.output_dir, is_main=ranks.is_main, total_steps=steps, first_step=first_step)
+        try:
+            if first_step < steps:
+                _train_steps(run, log, first_step=first_step, steps=steps)
+            else:
+                LOG.info("this run is finished: step %d of %d is done", first_step, steps)
+            return _finish(run, log, step=max(first_step, steps))
+        finally:
+            log.close()
+
+
+def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
+    """Call ``run``; a UserError becomes one sentence on stderr and an exit code, unless ``debug`` asks for the traceback.
+
+    What all ranks meet is told by rank 0 alone. Unexpected exceptions keep their traceback.
+    """
+    try:
+        run()
+    except UserError as error:
+        if debug:
+            raise
+        if not isinstance(error, PeerStopped) and (is_main_process() or isinstance(error, RankError)):
+            print(f"error: {_one_sentence(error)}", file=sys.stderr, flush=True)
+        if not is_main_process():
+            time.sleep(1.0)  # torchrun stops all ranks when the first one ends: let the one that speaks be the first
+        return EXIT_NOT_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
+    return 0
+
+
+def script_directory() -> Path:
+    """The folder of the script that was started, where gin files may lie."""
+    return Path(sys.argv[0]).resolve().parent
+
+
+def add_gin_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every script has."""
+    parser.add_argument(
+        "--gin-bindings",
+        action="append",
+        default=[],
+        metavar="BINDING",
+        help="such as 'TrainerArgs.seed = 1'; wins over files",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train an HSTU recommender from gin files.")
+    parser.add_argument(
+        "--gin-config-file",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a path, or the name of a shipped preset",
+    )
+    parser.add_argument("--check", action="store_true", help="check the configuration, show what would run, and stop")
+    add_gin_arguments(parser)
+    return parser
+
+
+def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
+    trainer, ranks = run.config.trainer, run.ranks
+    if ranks.device.type == "cpu" and trainer.pipeline_type != "none":
+        LOG.info("pipeline_type %r has no effect on a CPU, where there is nothing to overlap", trainer.pipeline_type)
+    train_step = TrainStep(
+        replicate(run.model, ranks),
+        run.optimizers,
+        trainer=trainer,
+        ranks=ranks,
+        set_learning_rates=LearningRateSchedule(run.optimizers, trainer, total_steps=steps),
+        average=run.average,
+    )
+    loop = Loop(
+        trainer,
+        loader=run.loader,
+        train_step=train_step,
+        ranks=ranks,
+        log=log,
+        meter=run.meter,
+        evaluate=run.evaluate_splits,
+        save=run.save,
+        first_step=first_step,
+    )
+    loop.run()
+
+
+def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
+    """The final evaluation, unless an earlier start of this run has done it, and the report."""
+
+    def recorded() -> list[Line]:
+        lines = log.final_lines(step, splits=FINAL_SPLITS, protocols=run.data.protocols)
+        return run.ranks.gather(lines)[0]
+
+    if not recorded():
+        log.evaluations(step, run.evaluate_splits(FINAL_SPLITS))
+    log.close()
+    results = recorded()
+    if run.ranks.is_main:
+        reports = write_report(log.lines(), results, output_dir=run.output_dir, config_text=run.config.text)
+        outputs = [log.path, *reports, run.output_dir / "tensorboard"]
+        print_results(results, outputs=outputs, checkpoints=run.store.directory)
+    return results
+
+
+def _one_sentence(error: UserError) -> str:
+    """The error's text; of one that a loader's worker process raised, the last line, without its traceback."""
+    text = str(error).strip()
+    return text.splitlines()[-1].partition("Error: ")[2] if "Traceback (most recent call last)" in text else text
