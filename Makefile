@@ -10,7 +10,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= $(shell for candidate in python3.11 python3 python; do \
 	if $$candidate -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then command -v $$candidate; break; fi; done)
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 PRESET := movielens_100k_ranking.gin
 DATA := prepared/ml-100k
 JOBS ?= 2
@@ -61,7 +61,7 @@ dev-env: $(VENV)/.stamp-dev
 $(VENV)/.stamp-cpu: requirements/cpu.txt setup.py pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "genrec needs Python 3.11: put python3.11 on PATH or name one with make PYTHON=/path/to/python3.11" >&2; exit 1; fi
-	@echo "== environment: $(VENV), from requirements/cpu.txt"
+	@echo "== environment: $(VENV), from requirements/cpu.txt (about 1.5 GB, a minute or more)"
 	@[ -x $(VENV)/bin/python ] || "$(PYTHON)" -m venv $(VENV)
 	@$(PIP) install --no-deps -r requirements/cpu.txt
 	@$(VENV)/bin/python -c 'import torch' 2>/dev/null || { \

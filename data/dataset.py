@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -74,6 +75,7 @@ class SequenceDataset:
         self._contexts = list(contexts)
         self._cache: OrderedDict[int, RowGroup] = OrderedDict()
         self._cache_bytes = cache_bytes
+        self._files: dict[int, pq.ParquetFile] = {}  # open ones: parsing a footer takes longer than reading a row group
         self._groups: list[tuple[int, int]] = []  # (file, row group in it)
         sizes: list[int] = []
         plans: list[pa.Table] = []
@@ -116,6 +118,15 @@ class SequenceDataset:
         groups = np.searchsorted(self._group_starts, rows, side="right") - 1
         return groups, rows - self._group_starts[groups]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes that are spawned: without open files and cached rows."""
+        return {**self.__dict__, "_files": {}, "_cache": OrderedDict()}
+
+    @property
+    def group_events(self) -> np.ndarray:
+        """Events of each row group, (groups,) int64."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.num_events)])[self._group_starts])
+
     def row_group(self, group: int) -> RowGroup:
         """The decoded row group, from the cache or the file; the least recently used ones leave a full cache."""
         if group in self._cache:
@@ -130,8 +141,10 @@ class SequenceDataset:
         number, group_in_file = self._groups[group]
         path = self._paths[number]
         columns = [*EVENT_COLUMNS, *map(context_column, self._contexts)]
-        with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-            table = file.read_row_group(group_in_file, columns=columns, use_threads=False)
+        with _reading(path):
+            if number not in self._files:
+                self._files[number] = pq.ParquetFile(path, page_checksum_verification=True)
+            table = self._files[number].read_row_group(group_in_file, columns=columns, use_threads=False)
         lists = {name: table[name].combine_chunks() for name in EVENT_COLUMNS}
         expected = np.diff(self._group_starts)[group]
         lengths = self.num_events[self._group_starts[group] : self._group_starts[group] + expected]

@@ -22,7 +22,7 @@ from genrec.data.batch import Batch
 from genrec.data.collate import CollateOptions, collate
 from genrec.data.dataset import SequenceDataset
 from genrec.data.format import DataError, check_one_of
-from genrec.data.windows import WindowPlan, plan_evaluation, plan_training
+from genrec.data.windows import WindowPlan, plan_evaluation, plan_training, shuffled_order
 
 __all__ = ["MODES", "SequenceDataset", "SequenceLoader"]
 
@@ -196,7 +196,9 @@ class _BatchesByPlace(Dataset[Batch | DataError]):
         if self._order is None or self._order[0] != epoch:
             order = np.arange(len(self.plan))
             if self.shuffle:
-                order = np.random.default_rng([self.options.seed, epoch]).permutation(order)
+                groups, _ = self.dataset.locate(self.plan.row)
+                rng = np.random.default_rng([self.options.seed, epoch])
+                order = shuffled_order(groups, self.dataset.group_events, rng=rng)
             self._order = (epoch, order)
         return self._order[1]
 

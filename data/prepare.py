@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -124,9 +123,20 @@ def _write_atomically(events: EventSource, output: Path, *, rule: str, holdout: 
         fresh = scratch / "fresh"
         fresh.mkdir()
         metadata = write_dataset(events, fresh, rule=rule, holdout=holdout, seed=seed)
-        if output.exists():
-            output.rename(scratch / "replaced")
-        os.rename(fresh, output)
+        _replace(output, fresh, aside=scratch / "replaced")
         return metadata
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(output: Path, fresh: Path, *, aside: Path) -> None:
+    """Moves ``fresh`` to ``output``, whose old content goes ``aside`` first and comes back if that fails."""
+    if not output.exists():
+        fresh.rename(output)
+        return
+    output.rename(aside)
+    try:
+        fresh.rename(output)
+    except OSError:
+        aside.rename(output)
+        raise

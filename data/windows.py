@@ -10,6 +10,9 @@ all events are targets). With at most 4 events a sequence, a user with 10 events
 An evaluation user with more targets than fit is cut into windows of half the length of targets each, so that targets
 have history too. In the "sequential" protocol a window's history is what comes just before it; in the "frozen" one it
 lies before the user's first target.
+
+A shuffled epoch takes the row groups of the files in random order, some at a time, and mixes the windows of those: a
+small dataset is one such block and is mixed as a whole, a large one is still read about once an epoch.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+# About 200 MB decoded: what the cache of a SequenceDataset holds by default.
+BLOCK_EVENTS = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,20 @@ def plan_evaluation(num_events: np.ndarray, num_targets: np.ndarray, *, max_even
     history_stop = first_target if frozen else target_start
     history_start = np.maximum(history_stop - (max_events - (target_stop - target_start)), 0)
     return WindowPlan(row, history_start, history_stop, target_start, target_stop)
+
+
+def shuffled_order(
+    window_groups: np.ndarray, group_events: np.ndarray, *, rng: np.random.Generator, block_events: int = BLOCK_EVENTS
+) -> np.ndarray:
+    """A random order (W,) of windows in row groups ``window_groups (W,)`` that have ``group_events (groups,)`` events.
+
+    Blocks are random sets of groups with about ``block_events`` events: over by one group at most.
+    """
+    groups = rng.permutation(len(group_events))
+    events_before = np.cumsum(group_events[groups]) - group_events[groups]
+    block_of_group = np.empty(len(groups), dtype=np.int64)
+    block_of_group[groups] = events_before // block_events
+    return np.lexsort((rng.permutation(len(window_groups)), block_of_group[window_groups]))
 
 
 def _tile(totals: np.ndarray, tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -89,7 +89,8 @@ class Ranks:
 def process_group(device: str) -> Iterator[Ranks]:
     """Join the ranks that torchrun started (gloo on the CPU, NCCL on GPUs), or be the only one.
 
-    ``device`` is TrainerArgs.device. Raises UnavailableError for "cuda" without a GPU.
+    A group that the process has joined already is used as it is, and not left. ``device`` is TrainerArgs.device. Raises
+    UnavailableError for "cuda" without a GPU.
     """
     chosen = _device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -97,11 +98,14 @@ def process_group(device: str) -> Iterator[Ranks]:
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    joins = not dist.is_initialized()
+    if joins:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=chosen)
     finally:
-        dist.destroy_process_group()
+        if joins:
+            dist.destroy_process_group()
 
 
 def is_main_process() -> bool:

@@ -27,8 +27,8 @@ from genrec.hstu.attention.mask import MaskRules
 
 TILE_ELEMENTS = 1 << 19  # 2 MiB of float32; measured on 2 cores, halving or doubling it is no faster
 BLOCK_ROWS = 64
-# A user joins a group while it is longer than this share of the group's longest: bounds the padding.
-_SHORTEST_SHARE = 0.8
+# A user joins a group while it is at most this much shorter than the group's longest, which bounds the padding.
+_SHORTEST_SHARE, _SHORTER_BY = 0.8, 4
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def _similar_lengths(users: list[User], *, max_area: int, block_rows: int) -> li
     longest = 0
     for user in sorted((user for user in users if user.length > 0), key=lambda user: -user.length):
         area = min(longest, block_rows) * longest
-        if groups and user.length >= _SHORTEST_SHARE * longest and (len(groups[-1]) + 1) * area <= max_area:
+        is_similar = user.length + _SHORTER_BY >= _SHORTEST_SHARE * longest
+        if groups and is_similar and (len(groups[-1]) + 1) * area <= max_area:
             groups[-1].append(user)
         else:
             groups.append([user])

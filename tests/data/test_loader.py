@@ -1,8 +1,9 @@
-"""The loader: nothing lost or repeated at any world size, worker count or restart; no evaluation target is trained on."""
+"""The loader: nothing lost or repeated at any world size, workers or restart; no evaluation target is trained on."""
 
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from genrec.data.collate import uniform
 from genrec.data.format import DataError
 from genrec.data.loader import SequenceDataset, SequenceLoader
 
@@ -25,7 +27,7 @@ def parts(batch):
     """Everything in a batch, as lists."""
     features = {
         key: (batch.features[key].values().tolist(), batch.features[key].lengths().tolist())
-        for key in batch.features.keys()
+        for key in batch.features.to_dict()
     }
     names = ("timestamps", "num_candidates", "num_labelled", "labels", "user_ids")
     return {**features, **{name: getattr(batch, name).tolist() for name in names}}
@@ -174,6 +176,15 @@ def test_iterating_leaves_the_global_generator_alone(directory):
     assert torch.rand(1) == expected
 
 
+def test_a_dataset_travels_to_a_worker(directory):
+    dataset = SequenceDataset.open(directory, split="train")
+    dataset.row_group(0)
+    assert (
+        pickle.loads(pickle.dumps(dataset)).row_group(0).events["item"].tolist()
+        == dataset.row_group(0).events["item"].tolist()
+    )
+
+
 def test_drop_last_drops_only_the_partial_batch(directory):
     whole, dropped = loader(directory, batch_size=4), loader(directory, batch_size=4, drop_last=True)
     assert len(whole) == len(dropped) + 1
@@ -227,8 +238,21 @@ def test_event_dropout(make_dataset, candidates):
         assert user == user_full and set(items) < set(items_full) and items == sorted(items)
         assert labelled == (labelled_full if candidates else items)
     assert first.labels.tolist() == [item % 5 for _, _, labelled in sequences(first) for item in labelled]
-    with pytest.raises(DataError, match="event_dropout is 0.1, .* only 0 in evaluation"):
+    with pytest.raises(DataError, match=r"event_dropout is 0.1, .* only 0 in evaluation"):
         loader(directory, split="test", mode="frozen", event_dropout=0.1)
+
+
+def test_dropout_numbers_are_uniform_and_independent():
+    sequence, position = np.repeat(np.arange(200), 100), np.tile(np.arange(100), 200)
+    drawn = [uniform(seed, epoch, sequence, position) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    for numbers in drawn:
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert abs(numbers.mean() - 0.5) < 0.01 and abs(numbers.var() - 1 / 12) < 0.005
+        by_sequence = numbers.reshape(200, 100)
+        assert abs(np.corrcoef(by_sequence[:-1].ravel(), by_sequence[1:].ravel())[0, 1]) < 0.03
+        assert abs(np.corrcoef(by_sequence[:, :-1].ravel(), by_sequence[:, 1:].ravel())[0, 1]) < 0.03
+    assert np.abs(np.corrcoef(drawn) - np.eye(3)).max() < 0.03
+    assert np.array_equal(uniform(0, 1, sequence[50:60], position[50:60]), drawn[1][50:60])
 
 
 def test_contextual_features(directory):
@@ -237,7 +261,7 @@ def test_contextual_features(directory):
     assert batch.features.keys() == ["item", "action"] and batch.contextual_feature_names == ()
     batch = next(iter(loader(directory, contextual_features=["parity"])))
     assert batch.features["parity"].values().tolist() == [(user - 100) % 2 for user in batch.user_ids.tolist()]
-    with pytest.raises(DataError, match="contextual_features is 'age', allowed are .*'parity'"):
+    with pytest.raises(DataError, match=r"contextual_features is 'age', allowed are .*'parity'"):
         loader(directory, contextual_features=["age"])
 
 

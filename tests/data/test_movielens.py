@@ -70,16 +70,20 @@ def test_both_layouts_of_ml_100k_hash_alike_and_hash_is_checked(write_source):
 
 
 def test_other_ratings_or_another_order_are_refused(write_source, small_ratings):
-    with pytest.raises(DataError, match="does not hold the published ml-100k: 9 ratings"):
-        with open_movielens(MOVIELENS["ml-100k"], write_source("ml-100k"), origin="local"):
-            pass
+    with (
+        pytest.raises(DataError, match="does not hold the published ml-100k: 9 ratings"),
+        open_movielens(MOVIELENS["ml-100k"], write_source("ml-100k"), origin="local"),
+    ):
+        pass
     from genrec.data import movielens
 
     rows = pl.DataFrame(sorted(small_ratings), orient="row", schema=["u", "i", "r", "t"]).cast(pl.Int64)
     known = dataclasses.replace(MOVIELENS["ml-100k"], content_hash=movielens._hash_rows(rows), order_hash="0")
-    with pytest.raises(DataError, match="in another order than published"):
-        with open_movielens(known, write_source("ml-100k"), origin="local"):
-            pass
+    with (
+        pytest.raises(DataError, match="in another order than published"),
+        open_movielens(known, write_source("ml-100k"), origin="local"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -112,14 +116,20 @@ def test_damaged_files_are_one_sentence(write_source, kind, file, text, message)
 def test_missing_files_are_named(write_source, tmp_path):
     folder = write_source("ml-1m")
     (folder / "users.dat").unlink()
-    with pytest.raises(DataError, match=r"lacks users.dat: expected ratings.dat, movies.dat, users.dat"):
-        with open_movielens(small("ml-1m"), folder, origin="local"):
-            pass
-    with pytest.raises(DataError, match="does not exist"):
-        with open_movielens(small("ml-1m"), tmp_path / "nowhere", origin="local"):
-            pass
+    with (
+        pytest.raises(DataError, match=r"lacks users.dat: expected ratings.dat, movies.dat, users.dat"),
+        open_movielens(small("ml-1m"), folder, origin="local"),
+    ):
+        pass
+    with (
+        pytest.raises(DataError, match="does not exist"),
+        open_movielens(small("ml-1m"), tmp_path / "nowhere", origin="local"),
+    ):
+        pass
     broken = tmp_path / "ml-1m.zip"
     broken.write_bytes(b"PK no zip")
-    with pytest.raises(DataError, match="neither a folder nor a whole zip file"):
-        with open_movielens(small("ml-1m"), broken, origin="local"):
-            pass
+    with (
+        pytest.raises(DataError, match="neither a folder nor a whole zip file"),
+        open_movielens(small("ml-1m"), broken, origin="local"),
+    ):
+        pass

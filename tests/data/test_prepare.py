@@ -80,6 +80,22 @@ def test_a_crash_leaves_the_old_dataset_and_no_rubbish(write_source, tmp_path, m
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
 
 
+def test_a_failed_rename_puts_the_old_dataset_back(write_source, tmp_path, monkeypatch):
+    output, source = tmp_path / "out", write_source("ml-1m")
+    metadata = prepare("ml-1m", output=output, source=source, holdout=1)
+    rename = Path.rename
+
+    def fail_for_fresh(self, target):
+        if self.name == "fresh":
+            raise OSError("disk on fire")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_fresh)
+    with pytest.raises(OSError, match="disk on fire"):
+        prepare("ml-1m", output=output, source=source, holdout=2)
+    assert read_metadata(output) == metadata
+
+
 def test_refuses_to_replace_something_else(write_source, tmp_path):
     output = tmp_path / "home"
     output.mkdir()
@@ -99,9 +115,11 @@ def test_output_that_cannot_be_written(write_source, tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_offline_without_source_says_what_to_put_where(tmp_path):
-    with pytest.raises(DataError, match="ml-100k could not be fetched .* pass the zip, or a folder with u.data u.item"):
+    with pytest.raises(
+        DataError, match=r"ml-100k could not be fetched .* pass the zip, or a folder with u.data u.item"
+    ):
         prepare("ml-100k", output=tmp_path / "out")
-    with pytest.raises(DataError, match="download https://files.grouplens.org/datasets/movielens/ml-25m.zip"):
+    with pytest.raises(DataError, match=r"download https://files.grouplens.org/datasets/movielens/ml-25m.zip"):
         prepare("ml-25m", output=tmp_path / "out")
 
 
@@ -117,7 +135,7 @@ def test_falls_back_from_archive_to_wheel_and_needs_neither_again(write_source, 
 
 
 def test_names():
-    with pytest.raises(DataError, match="dataset is 'ml-10m', allowed are 'ml-100k', 'ml-1m', .* 'custom'"):
+    with pytest.raises(DataError, match=r"dataset is 'ml-10m', allowed are 'ml-100k', 'ml-1m', .* 'custom'"):
         prepare("ml-10m", output=Path("unused"))
     for name in ("kuairand-pure", "kuairand-1k", "kuairand-27k", "custom"):
         with pytest.raises(UnavailableError, match=f"dataset {name!r} is not available in this version"):
@@ -133,7 +151,7 @@ def test_fetch_archive_checks_the_md5(tmp_path):
     assert fetch_archive(Archive(url=url, md5=md5), tmp_path / "to").read_bytes() == b"content"
     with pytest.raises(FetchError, match="its md5 is"):
         fetch_archive(Archive(url=url, md5="0" * 32), tmp_path / "to")
-    with pytest.raises(FetchError, match="missing.zip"):
+    with pytest.raises(FetchError, match=r"missing.zip"):
         fetch_archive(Archive(url=url.replace("ml-x", "missing"), md5=md5), tmp_path / "to")
 
 
@@ -153,7 +171,7 @@ def test_fetch_wheel_unpacks_only_the_data(tmp_path, monkeypatch):
 def test_fetch_wheel_reports_pip(tmp_path, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for y")
     monkeypatch.setattr(sources.subprocess, "run", lambda *_args, **_options: failed)
-    with pytest.raises(FetchError, match="recbole==1.2.1: ERROR: No matching distribution found for y"):
+    with pytest.raises(FetchError, match=r"recbole==1.2.1: ERROR: No matching distribution found for y"):
         fetch_wheel(Wheel(requirement="recbole==1.2.1", folder="x"), tmp_path)
 
 

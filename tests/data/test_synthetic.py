@@ -85,10 +85,10 @@ def test_shapes_and_ranges():
     assert (
         torch.equal(lengths, batch.features["action"].lengths()) and batch.features["age"].lengths().tolist() == [1] * 8
     )
-    assert 1 <= lengths.min() and lengths.max() <= 20 and batch.max_num_events == lengths.max()
+    assert lengths.min() >= 1 and lengths.max() <= 20 and batch.max_num_events == lengths.max()
     assert torch.equal(batch.num_labelled, lengths) and batch.labels.numel() == lengths.sum()
     assert batch.features["item"].values().max() < 50 and batch.features["action"].values().max() < 7
-    assert 0 <= batch.labels.min() and batch.labels.max() < 4
+    assert batch.labels.min() >= 0 and batch.labels.max() < 4
 
 
 @pytest.mark.parametrize(("mode", "has_candidates"), [("train", True), ("sequential", False), ("frozen", True)])

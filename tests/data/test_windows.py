@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrec.data.windows import plan_evaluation, plan_training
+from genrec.data.windows import plan_evaluation, plan_training, shuffled_order
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=10)
 EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
@@ -54,3 +54,25 @@ def test_many_targets_leave_room_for_history():
     plan = plan_evaluation(np.array([30]), np.array([25]), max_events=8, frozen=False)
     assert (plan.target_stop - plan.target_start).tolist() == [4, 4, 4, 4, 4, 4, 1]
     assert (plan.history_stop - plan.history_start).tolist() == [4, 4, 4, 4, 4, 4, 5]
+
+
+@EXAMPLES
+@given(data=st.data(), group_events=st.lists(st.integers(0, 30), min_size=1, max_size=8), block=st.integers(1, 60))
+def test_shuffled_order_reads_one_block_of_groups_after_another(data, group_events, block):
+    groups = np.array(data.draw(st.lists(st.integers(0, len(group_events) - 1), max_size=40)), dtype=np.int64)
+    rng = np.random.default_rng(data.draw(st.integers(0, 5)))
+    order = shuffled_order(groups, np.array(group_events), rng=rng, block_events=block)
+    assert sorted(order.tolist()) == list(range(len(groups)))
+    first = {group: np.flatnonzero(groups[order] == group).min() for group in set(groups.tolist())}
+    last = {group: np.flatnonzero(groups[order] == group).max() for group in first}
+    for place in range(len(groups)):
+        open_groups = [group for group in first if first[group] <= place <= last[group]]
+        largest = max(group_events[group] for group in open_groups)
+        assert sum(group_events[group] for group in open_groups) <= block + largest
+
+
+def test_a_small_dataset_is_one_block():
+    groups = np.repeat(np.arange(4), 500)
+    order = shuffled_order(groups, np.full(4, 500), rng=np.random.default_rng(0))
+    quarters = groups[order].reshape(4, 500)
+    assert all(100 < (quarter == group).sum() < 150 for quarter in quarters for group in range(4))

@@ -8,17 +8,24 @@ from pathlib import Path
 
 import pytest
 
+# One process group for all commands: PyTorch can't join a second one in the same processes reliably.
 # Runs ["train" or "evaluate", [arguments]] one after the other in every rank, and stops at the first that fails.
 # "{rank}" in an argument is the rank.
 DRIVER = """
 import json, os, sys
+import torch
 from genrec.training import scoring, train
 
-for name, arguments in json.loads(sys.argv[1]):
+commands = json.loads(sys.argv[1])
+if len(commands) > 1:
+    torch.distributed.init_process_group("gloo")
+for name, arguments in commands:
     arguments = [argument.replace("{rank}", os.environ["RANK"]) for argument in arguments]
     code = train.main("ranking", arguments) if name == "train" else scoring.main(arguments)
     if code:
         sys.exit(code)
+if len(commands) > 1:
+    torch.distributed.destroy_process_group()
 """
 
 

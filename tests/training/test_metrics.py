@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from pathlib import Path
 
 import pytest
@@ -133,9 +132,9 @@ def test_unknown_name_lists_the_known() -> None:
         RankingMetrics(1, ("AUC", "RMSE"))
 
 
-def _evaluate_on_rank(rank: int, bounds: list[int], port: int, directory: str) -> None:
+def _evaluate_on_rank(rank: int, bounds: list[int], directory: str) -> None:
     world_size = len(bounds) - 1
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     part = slice(bounds[rank], bounds[rank + 1])
     scores, labels, users = random_targets(bounds[-1], tasks=2)
     metrics = RankingMetrics(2, RANKING_METRICS)
@@ -149,10 +148,7 @@ def _evaluate_on_rank(rank: int, bounds: list[int], port: int, directory: str) -
 
 @pytest.mark.parametrize("bounds", [[0, 37, 50], [0, 0, 31, 50], [0, 50, 50], [0, 0, 0]])
 def test_ranks_equal_one(bounds: list[int], tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_evaluate_on_rank, args=(bounds, port, str(tmp_path)), nprocs=len(bounds) - 1)
+    mp.spawn(_evaluate_on_rank, args=(bounds, str(tmp_path)), nprocs=len(bounds) - 1)
     scores, labels, users = random_targets(bounds[-1], tasks=2)
     alone = RankingMetrics(2, RANKING_METRICS)
     alone.update(scores, labels, users)

@@ -1,0 +1,60 @@
+"""Names, shapes and backends: what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from genrec.configs.schema import UnavailableError
+from genrec.hstu.attention import hstu_attention, interface
+
+
+def attend(**changes):
+    x = torch.ones(3, 1, 8)
+    kwargs = {"offsets": torch.tensor([0, 3]), "max_seqlen": 3, "scaling_seqlen": 3, **changes}
+    return hstu_attention(kwargs.pop("q", x), x, kwargs.pop("v", x), **kwargs)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cutlass"])
+def test_backend_that_is_not_there(backend):
+    with pytest.raises(UnavailableError, match=rf"kernel_backend '{backend}'.*auto, pytorch"):
+        attend(backend=backend)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor"])
+def test_quantization_that_is_not_there(quantization):
+    with pytest.raises(UnavailableError, match=rf"hstu_attn_quantization_mode '{quantization}'.*has: bf16"):
+        attend(quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "cuda"}, "kernel_backend 'cuda' is not one of auto, pytorch"),
+        ({"quantization": "int8"}, "hstu_attn_quantization_mode 'int8' is not one of bf16"),
+        ({"contextual_mask": "all"}, "contextual_mask 'all' is not one of prefix, history"),
+        ({"max_attn_len": -1}, "max_attn_len -1 is negative"),
+        ({"target_group_size": 0}, "target_group_size 0 is less than 1"),
+        ({"scaling_seqlen": -1}, "scaling_seqlen -1 must be at least 1"),
+        ({"max_seqlen": -1}, "max_seqlen -1 is negative"),
+        ({"q": torch.ones(3, 1, 4)}, r"q \(3, 1, 4\), k \(3, 1, 8\)"),
+        ({"v": torch.ones(3, 2, 8)}, r"v \(3, 2, 8\)"),
+        ({"offsets": torch.tensor(0)}, r"offsets must be \(B \+ 1,\)"),
+    ],
+)
+def test_arguments_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        attend(**changes)
+
+
+def test_auto_says_once_what_it_picked(caplog):
+    interface._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO):
+        attend(), attend(), attend(backend="pytorch")
+    assert [record.getMessage() for record in caplog.records] == ["attention backend: pytorch (kernel_backend 'auto')"]
+
+
+def test_value_width_may_differ():
+    assert attend(v=torch.ones(3, 1, 5)).shape == (3, 1, 5)
