@@ -38,9 +38,6 @@ def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:
         yield f"NetworkArgs.kernel_backend = {network.kernel_backend!r}, 'auto' and 'pytorch' are"
     if network.dtype_str == "float16":
         yield "NetworkArgs.dtype_str = 'float16', whose gradients need loss scaling, 'bfloat16' and 'float32' are"
-    for name in ("recompute_input_layernorm", "recompute_input_silu"):
-        if getattr(network, name):
-            yield f"NetworkArgs.{name} = True, False is"
     if network.embedding_backend is not None:
         yield f"NetworkArgs.embedding_backend = {network.embedding_backend!r}, an inference option, None is"
 

@@ -6,7 +6,6 @@ Each refuses with one sentence that names the field, its value and what is allow
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Sequence
@@ -107,7 +106,6 @@ def _choose(args: Any, name: str, value: str, choices: Sequence[str]) -> str:
     raise refusal(args, name, "must be one of " + ", ".join(repr(choice) for choice in choices))
 
 
-@functools.cache
 def _type_hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}

@@ -45,7 +45,7 @@ def load_experiment(
     _statements.check_macros()
     config = _build(task)
     _statements.check_all_read(task)
-    gin.finalize()
+    _lock()
     return config
 
 
@@ -84,6 +84,14 @@ class _Delegate(gin.config.ParserDelegate):
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         check_class(scoped_configurable_name.rpartition("/")[2], self.place)
         return super().configurable_reference(scoped_configurable_name, evaluate)
+
+
+def _lock() -> None:
+    """Let gin's own finalize hooks look at the configuration, then let nothing be bound any more."""
+    try:
+        gin.finalize()
+    except ValueError as error:
+        raise ConfigError(str(error).partition("\n")[0]) from None
 
 
 def _parse_file(path: Path, including: tuple[Path, ...]) -> None:
@@ -170,6 +178,8 @@ def _construct(name: str) -> Any:
         return gin.get_configurable(name)()
     except ConfigError as error:
         raise _without_gin_lines(error) from None
+    except RecursionError:
+        raise ConfigError(f"the @references or %macros that {name} leads to go round in a circle") from None
 
 
 def _builder(cls: type) -> Callable[..., Any]:

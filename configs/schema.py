@@ -67,7 +67,7 @@ class TrainerArgs:
     profile_step_end: int = 200
     ckpt_save_interval: int = -1
     ckpt_save_dir: str = ""  # "": output_dir/checkpoints
-    ckpt_load_dir: str = ""  # a checkpoint to start from (weights and state)
+    ckpt_load_dir: str = ""  # a checkpoint to start from: weights and optimizer state; steps and data begin anew
     pipeline_type: str = "native"  # "none", "native", "prefetch": what overlaps on a GPU; a CPU has nothing to overlap
     enable_balanced_shuffler: bool = False
     # genrec's own
@@ -122,7 +122,8 @@ class DatasetArgs:
     split: str = "leave_last"  # "leave_last", "user", "global_time": must be what the data was prepared with
     num_workers: int = 0
     contextual_features: tuple[str, ...] | None = None  # None: all that the dataset has
-    event_dropout: float = 0.0  # share of events left out of a training sequence, drawn anew each epoch
+    item_features: tuple[str, ...] = ()  # added to the items' embeddings, such as ["genres", "year"] of MovieLens
+    event_dropout: float = 0.0  # share of events left out of a training sequence (one stays), drawn anew each epoch
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -131,6 +132,7 @@ class DatasetArgs:
         require_at_least(self, 0, "max_num_candidates", "num_workers")
         require_choice(self, "split", ("leave_last", "user", "global_time"))
         require_unique(self, "contextual_features")
+        require_unique(self, "item_features")
         require_fraction(self, "event_dropout")
 
     def _resolve_alias(self) -> None:
@@ -286,7 +288,7 @@ class NetworkArgs:
     dtype_str: str = "bfloat16"  # "bfloat16", "float16", (genrec) "float32"
     kernel_backend: str = "auto"  # (genrec) "auto", "cutlass", "triton", "pytorch"
     target_group_size: int = 1
-    num_position_buckets: int = 8192
+    num_position_buckets: int = 8192  # (genrec) 0: no position encoding
     recompute_input_layernorm: bool = False
     recompute_input_silu: bool = False
     item_embedding_dim: int = -1
@@ -296,6 +298,7 @@ class NetworkArgs:
     disable_contextual_mask: bool = False
     # genrec's own
     layer_style: str = "recsys_examples"  # "recsys_examples", "dlrm_v3", "research"
+    relative_bias: str = "auto"  # on the scores: "none", "table", "smooth"; "auto": "table" for "research", else none
     output_norm: str = "layer"  # layer_style "dlrm_v3" only: "layer" or "group" (over heads)
     use_time_encoding: bool = False
     time_encoding_reference: str = "last"  # "last": time to the last event; "previous": since the event before
@@ -305,19 +308,22 @@ class NetworkArgs:
     qk_bias_init: float = 0.0  # start value of the query and key biases; positive: attention starts as an average
     action_fusion: str = "none"  # "none": the action token is the action's embedding; "add": plus its item's
     embedding_init_std: float | None = None  # None: 1 / sqrt(rows) uniform, as TorchRec
+    embedding_dropout: float | None = None  # of the tokens at the encoder's entry; None: as hidden_dropout
 
     def __post_init__(self) -> None:
         convert_fields(self)
         require_at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "kv_channels")
-        require_at_least(self, 1, "target_group_size", "num_position_buckets")
+        require_at_least(self, 1, "target_group_size")
+        require_at_least(self, 0, "num_position_buckets")
         multiple = KV_CHANNELS_MULTIPLE
         require(self, "kv_channels", self.kv_channels % multiple == 0, f"must be a multiple of {multiple}")
-        require_fraction(self, "hidden_dropout")
+        require_fraction(self, "hidden_dropout", "embedding_dropout")
         require_positive(self, "norm_epsilon", "attn_alpha", "embedding_init_std")
         require_minus_one_or_positive(self, "item_embedding_dim", "contextual_embedding_dim", "scaling_seqlen")
         require_at_least(self, 0, "max_attn_len")
         require_choice(self, "dtype_str", ("bfloat16", "float16", "float32"))
         require_choice(self, "kernel_backend", ("auto", "cutlass", "triton", "pytorch"))
+        require_choice(self, "relative_bias", ("auto", "none", "table", "smooth"))
         require_choice(self, "layer_style", ("recsys_examples", "dlrm_v3", "research"))
         require_choice(self, "output_norm", ("layer", "group"))
         require_choice(self, "time_encoding_reference", ("last", "previous"))
@@ -370,19 +376,25 @@ class RankingArgs:
     """
 
     prediction_head_arch: tuple[int, ...]
-    prediction_head_act_type: str = "relu"
+    prediction_head_act_type: str = "relu"  # "relu", "gelu", (genrec) "silu"
     prediction_head_bias: bool = True
     num_tasks: int = 1
     eval_metrics: tuple[str, ...] = ("AUC",)
     # genrec's own
     l2_norm: bool = False  # L2-normalise the user state before the head
     task_weights: tuple[float, ...] | None = None  # None: all 1
+    head_layernorm: bool = False  # LayerNorm on the user state before the head
+    head_dropout: float = 0.0  # of the user state before the head, after its LayerNorm
+    head_zero_init: bool = False  # the last layer's weight starts at zero, like its bias: the first logits are 0
 
     def __post_init__(self) -> None:
         convert_fields(self)
         arch = self.prediction_head_arch
         require(self, "prediction_head_arch", bool(arch) and min(arch) >= 1, "must list layer widths of at least 1")
-        require_choice(self, "prediction_head_act_type", ("relu", "gelu"))
+        require_choice(self, "prediction_head_act_type", ("relu", "gelu", "silu"))
+        require_fraction(self, "head_dropout")
+        undone = self.head_layernorm and self.l2_norm
+        require(self, "head_layernorm", not undone, "must be False with l2_norm = True, which it would undo")
         require_at_least(self, 1, "num_tasks")
         one_output_a_task = self.num_tasks == 1 or arch[-1] == self.num_tasks
         require(self, "num_tasks", one_output_a_task, f"must be 1 or the head's last width, {arch[-1]}")

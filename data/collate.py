@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from genrec.data.batch import Batch, jagged_features
 from genrec.data.dataset import SequenceDataset
-from genrec.data.format import EVENT_COLUMNS, DataError, label_mask_table
+from genrec.data.format import EVENT_COLUMNS, check_ids, item_feature_key, label_mask_table
 from genrec.data.windows import WindowPlan
 
 ITEM = "item"
@@ -19,9 +19,13 @@ ACTION = "action"
 
 @dataclass(frozen=True)
 class CollateOptions:
-    """with_candidates: targets are candidates. protect_targets: event dropout keeps them. label: "mask" or "class"."""
+    """with_candidates: targets are candidates. protect_targets: event dropout keeps them. label: "mask" or "class".
+
+    item_features: name to (num_items, width) ids of each item.
+    """
 
     contextual_features: tuple[str, ...]
+    item_features: Mapping[str, np.ndarray]
     label: str
     with_candidates: bool
     protect_targets: bool
@@ -44,7 +48,7 @@ def collate(
     position = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     is_target = position >= (plan.history_stop - plan.history_start)[windows][owner]
     if options.event_dropout > 0:
-        keep = uniform(options.seed, epoch, windows[owner], position) >= options.event_dropout
+        keep = _kept(uniform(options.seed, epoch, windows[owner], position), owner, rate=options.event_dropout)
         if options.protect_targets:
             keep |= is_target
         events = {name: values[keep] for name, values in events.items()}
@@ -56,11 +60,14 @@ def collate(
     if num_actions:
         features[ACTION] = events["action"]
     _check_features(dataset, features)
+    per_item = {item_feature_key(name): values for name, values in options.item_features.items()}
+    features |= {name: values[events["item"]].ravel() for name, values in per_item.items()}
+    widths = {name: values.shape[1] for name, values in per_item.items()}
     labels = events["action"][is_target]
     if options.label == "mask" and num_actions:
         labels = np.array(label_mask_table(dataset.metadata), dtype=np.int64)[labels]
     return Batch(
-        features=jagged_features(features, lengths, num_contexts=len(options.contextual_features)),
+        features=jagged_features(features, lengths, num_contexts=len(options.contextual_features), widths=widths),
         timestamps=torch.from_numpy(events["timestamp"]),
         num_candidates=torch.from_numpy(num_labelled if options.with_candidates else np.zeros_like(num_labelled)),
         num_labelled=torch.from_numpy(num_labelled),
@@ -71,7 +78,19 @@ def collate(
         item_feature_name=ITEM,
         action_feature_name=ACTION if num_actions else None,
         contextual_feature_names=options.contextual_features,
+        item_feature_widths=widths,
     )
+
+
+def _kept(drawn: np.ndarray, owner: np.ndarray, *, rate: float) -> np.ndarray:
+    """(E,) bool: event dropout at ``rate`` leaves out the events that drew less, but keeps one of each sequence.
+
+    drawn: (E,) uniform numbers. owner: (E,) the sequence of each event.
+    """
+    most = np.full(owner.max(initial=-1) + 1, -1.0)
+    np.maximum.at(most, owner, drawn)
+    kept: np.ndarray = (drawn >= rate) | (drawn == most[owner])
+    return kept
 
 
 def _gather(
@@ -98,14 +117,6 @@ def _check_features(dataset: SequenceDataset, features: dict[str, np.ndarray]) -
     sizes = {**metadata.contextual_features, ITEM: metadata.num_items, ACTION: metadata.num_actions}
     for name, values in features.items():
         check_ids(values, feature=name, table=name, num_rows=sizes[name])
-
-
-def check_ids(values: np.ndarray, *, feature: str, table: str, num_rows: int) -> None:
-    """Raises DataError naming feature, id and table unless all ``values`` are rows of a table of ``num_rows`` rows."""
-    for extreme in (values.min(), values.max()) if len(values) else ():
-        if not 0 <= extreme < num_rows:
-            allowed = f"{num_rows} rows (ids 0 to {num_rows - 1})"
-            raise DataError(f"feature {feature!r} has id {extreme} but table {table!r} has {allowed}")
 
 
 def uniform(seed: int, epoch: int, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:

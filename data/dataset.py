@@ -57,11 +57,12 @@ def _reading(path: Path) -> Iterator[None]:
 class SequenceDataset:
     """The rows (users) of one split. Lengths and user ids are held in full, events only in a cache of row groups.
 
-    metadata, split: of the prepared dataset. user_ids, num_events, num_targets: (rows,) int64, see format.py.
+    directory, metadata, split: of the dataset. user_ids, num_events, num_targets: (rows,) int64, see format.py.
     """
 
     def __init__(
         self,
+        directory: Path,
         metadata: DatasetMetadata,
         split: str,
         paths: Sequence[Path],
@@ -69,6 +70,7 @@ class SequenceDataset:
         contexts: Sequence[str],
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
+        self.directory = directory
         self.metadata = metadata
         self.split = split
         self._paths = list(paths)
@@ -98,11 +100,13 @@ class SequenceDataset:
         """
         metadata = read_metadata(directory)
         check_one_of(split, field_name="split", allowed=SPLIT_NAMES)
-        folder = Path(directory) / split
+        directory = Path(directory)
+        folder = directory / split
         paths = sorted(folder.glob("*.parquet"))
         if not paths:
             raise DataError(f"{folder} has no parquet files: prepare the dataset again")
-        dataset = cls(metadata, split, paths, contexts=list(metadata.contextual_features), cache_bytes=cache_bytes)
+        contexts = list(metadata.contextual_features)
+        dataset = cls(directory, metadata, split, paths, contexts=contexts, cache_bytes=cache_bytes)
         if len(dataset) != metadata.num_rows[split]:
             counts = f"{len(dataset)} rows, metadata.json says {metadata.num_rows[split]}"
             raise DataError(f"{folder} has {counts}: prepare the dataset again")

@@ -3,7 +3,8 @@
 ::
 
     DIR/metadata.json                    DatasetMetadata
-    DIR/vocabulary/item.parquet          original_id: the original id of dense id = row number
+    DIR/vocabulary/item.parquet          original_id: the original id of dense id = row number; and a list<int64>
+                                         column an item feature (genres, ...): the item's ids, ascending, none repeated
     DIR/vocabulary/<context>.parquet     value: the original value of dense id = row number
     DIR/train/00000.parquet ...          one row a user, likewise valid/ and test/
 
@@ -34,15 +35,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from genrec.configs.schema import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SPLIT_NAMES = ("train", "valid", "test")
 EVENT_COLUMNS = ("item", "action", "timestamp")
+NO_VALUE = "(none)"
 
 
 class DataError(UserError):
     """Data that is missing, damaged or not what its metadata says; one sentence with the file and what to do."""
+
+
+@dataclass(frozen=True)
+class ItemFeature:
+    """A feature of the items, of one value or several. Id 0 stands for no value and for padding, never in the data.
+
+    num_values: rows of its table, id 0 included. max_per_item: the most ids that an item has, 1 at least.
+    names: what each id means, NO_VALUE first.
+    """
+
+    num_values: int
+    max_per_item: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class DatasetMetadata:
     source: where the rows came from ("grouplens", "recbole", or the path given). source_hash: sha256 of the source.
     split: the rule and its options. tie_rule: the order of events of equal timestamp.
     contextual_features: feature name to vocabulary rows, in the order of the context tokens.
-    num_actions: action classes, 0 for data without actions.
+    item_features: name to what its ids are. num_actions: action classes, 0 for data without actions.
     label_bits: (name, smallest class that sets the bit), bit 0 first. positive_class: that class of bit 0.
     num_events: events in the source; num_targets and num_rows: per split. dropped: reason to count of events or users
     left out; notes: further counts (users too short to split, in one file only, without events). files: path to sha256.
@@ -72,6 +89,7 @@ class DatasetMetadata:
     num_events: int
     num_targets: dict[str, int]
     num_rows: dict[str, int]
+    item_features: dict[str, ItemFeature] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -85,6 +103,11 @@ class DatasetMetadata:
 def context_column(feature: str) -> str:
     """The parquet column of a contextual feature; prefixed, because a feature may itself be called user_id."""
     return f"context_{feature}"
+
+
+def item_feature_key(feature: str) -> str:
+    """What an item feature is called in a batch and as a table: a contextual feature may have its name."""
+    return f"item_{feature}"
 
 
 def read_metadata(directory: Path | str) -> DatasetMetadata:
@@ -104,8 +127,10 @@ def read_metadata(directory: Path | str) -> DatasetMetadata:
                 " prepare the dataset again"
             )
         values["label_bits"] = tuple((str(name), int(least)) for name, least in values["label_bits"])
+        features = values["item_features"].items()
+        values["item_features"] = {name: ItemFeature(**{**v, "names": tuple(v["names"])}) for name, v in features}
         return DatasetMetadata(**values)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from error
@@ -120,4 +145,12 @@ def label_mask_table(metadata: DatasetMetadata) -> list[int]:
 def check_one_of(value: str, *, field_name: str, allowed: Sequence[str]) -> None:
     """Raises DataError, listing what is allowed, unless ``value`` is one of ``allowed``."""
     if value not in allowed:
-        raise DataError(f"{field_name} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
+        raise DataError(f"{field_name} is {value!r}, allowed are {', '.join(map(repr, allowed)) or 'none'}")
+
+
+def check_ids(values: np.ndarray, *, feature: str, table: str, num_rows: int) -> None:
+    """Raises DataError naming feature, id and table unless all ``values`` are rows of a table of ``num_rows`` rows."""
+    for extreme in (values.min(), values.max()) if len(values) else ():
+        if not 0 <= extreme < num_rows:
+            allowed = f"{num_rows} rows (ids 0 to {num_rows - 1})"
+            raise DataError(f"feature {feature!r} has id {extreme} but table {table!r} has {allowed}")

@@ -22,6 +22,7 @@ from genrec.data.batch import Batch
 from genrec.data.collate import CollateOptions, collate
 from genrec.data.dataset import SequenceDataset
 from genrec.data.format import DataError, check_one_of
+from genrec.data.item_features import read_padded_values
 from genrec.data.windows import WindowPlan, plan_evaluation, plan_training, shuffled_order
 
 __all__ = ["MODES", "SequenceDataset", "SequenceLoader"]
@@ -36,7 +37,8 @@ class SequenceLoader:
     mode: "train" (targets: every event, or the last ``max_num_candidates``), "sequential" or "frozen" (evaluation: the
     split's targets, as labelled history or as candidates). label: "mask" (the metadata's label_bits) or "class".
     max_history_seqlen, max_num_candidates: events. batch_size: sequences a rank. contextual_features: None for all.
-    event_dropout: share of a training sequence's events left out, drawn anew each epoch; candidates always stay.
+    item_features: names of features of the items that each event gets. event_dropout: share of a training sequence's
+    events left out, drawn anew each epoch; candidates and at least one event always stay.
     balanced: ranks share each global batch by cost, L^2 + balance_linear * L (balance.py).
 
     Raises:
@@ -53,6 +55,7 @@ class SequenceLoader:
         max_history_seqlen: int,
         max_num_candidates: int = 0,
         contextual_features: Sequence[str] | None = None,
+        item_features: Sequence[str] = (),
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = False,
@@ -80,6 +83,7 @@ class SequenceLoader:
         self.plan = _plan(dataset, mode, max_history_seqlen, max_num_candidates)
         options = CollateOptions(
             contextual_features=_choose_contexts(dataset, contextual_features),
+            item_features=_read_item_features(dataset, item_features),
             label=label,
             with_candidates=mode == "frozen" or (mode == "train" and max_num_candidates > 0),
             protect_targets=max_num_candidates > 0,
@@ -225,3 +229,9 @@ def _choose_contexts(dataset: SequenceDataset, names: Sequence[str] | None) -> t
     for name in names or ():
         check_one_of(name, field_name="contextual_features", allowed=tuple(known))
     return tuple(known if names is None else names)
+
+
+def _read_item_features(dataset: SequenceDataset, names: Sequence[str]) -> dict[str, np.ndarray]:
+    for name in names:
+        check_one_of(name, field_name="item_features", allowed=tuple(dataset.metadata.item_features))
+    return {name: read_padded_values(dataset.directory, dataset.metadata, name) for name in names}

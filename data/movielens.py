@@ -10,7 +10,9 @@ ml-20m    ratings.csv: userId, movieId,     none                                
 ml-25m    rating, timestamp, header
 ========  ================================  ======================================  ================================
 
-The second layout of ml-100k is RecBole's: the same rows in the order of u.data, which a hash checks. Ratings are 1 to 5
+The files of items also give two item features, genres and year (movies.py).
+
+The second layout of ml-100k is RecBole's: the same rows in the order of u.data, which hashes check. Ratings are 1 to 5
 (ml-100k, ml-1m: class = rating - 1) or 0.5 to 5 in halves (ml-20m, ml-25m: class = 2 * rating - 1). Label bits: rating
 >= 4 (bit 0), >= 5, >= 3, >= 2.
 """
@@ -26,7 +28,8 @@ from pathlib import Path
 import polars as pl
 
 from genrec.data.format import DataError
-from genrec.data.ratings import Layout, ratings_to_events, read_item_ids, read_users, scan_ratings
+from genrec.data.movies import parse_grouplens_100k, parse_listed, parse_recbole_100k
+from genrec.data.ratings import Layout, ratings_to_events, read_items, read_users, scan_ratings
 from genrec.data.source import EventSource
 from genrec.data.sources import Archive, Wheel, hash_files, local_files
 
@@ -38,7 +41,7 @@ class MovieLens:
     r"""One MovieLens dataset. steps_per_star: 1 for whole stars, 2 for half stars.
 
     content_hash, order_hash: sha256 of the lines "user\titem\trating\ttimestamp\n" of the published ratings, sorted
-    by number and in the file's own order; where they are stated, every source must give them.
+    by number and in the file's own order; items_hash: hash_items. Where they are stated, every source must give them.
     """
 
     name: str
@@ -48,6 +51,7 @@ class MovieLens:
     wheel: Wheel | None = None
     content_hash: str | None = None
     order_hash: str | None = None
+    items_hash: str | None = None
 
     @property
     def archive(self) -> Archive:
@@ -66,6 +70,7 @@ _GROUPLENS_100K = Layout(
     ratings_header=None,
     items_file="u.item",
     items_separator="|",
+    parse_movie=parse_grouplens_100k,
     users_file="u.user",
     users_separator="|",
     users=("age", "gender", "occupation", "zip_code"),
@@ -76,6 +81,7 @@ _RECBOLE_100K = Layout(
     ratings_header=("user_id:token", "item_id:token", "rating:float", "timestamp:float"),
     items_file="ml-100k.item",
     items_separator="\t",
+    parse_movie=parse_recbole_100k,
     items_header=True,
     users_file="ml-100k.user",
     users_separator="\t",
@@ -88,6 +94,7 @@ _DAT = Layout(
     ratings_header=None,
     items_file="movies.dat",
     items_separator="::",
+    parse_movie=parse_listed,
     users_file="users.dat",
     users_separator="::",
     users=("gender", "age", "occupation", "zip_code"),
@@ -98,6 +105,7 @@ _CSV = Layout(
     ratings_header=("userId", "movieId", "rating", "timestamp"),
     items_file="movies.csv",
     items_separator=",",
+    parse_movie=parse_listed,
     items_header=True,
 )
 
@@ -110,6 +118,7 @@ _DATASETS = (
         wheel=Wheel(requirement="recbole==1.2.1", folder="recbole/dataset_example/ml-100k"),
         content_hash="6cfffb52c89b05fbc3afb75f6912eeda04c81c2add0dc58e773a0ef6c8adb160",
         order_hash="06416e597f82b7342361e41163890c81036900f418ad91315590814211dca490",
+        items_hash="f07a35ba7681fcaf1375178b39fbbd523c929842571ff4c5b77a846cfd447a5d",
     ),
     MovieLens(name="ml-1m", archive_md5="c4d9eecfca2ab87c1945afe126590906", layouts=(_DAT,), steps_per_star=1),
     MovieLens(name="ml-20m", archive_md5="cd245b17a1ae2cc31bb14903e1204af3", layouts=(_CSV,), steps_per_star=2),
@@ -133,20 +142,21 @@ def open_movielens(dataset: MovieLens, path: Path, *, origin: str) -> Iterator[E
             users = read_users(files[layout.users_file], layout)
         else:
             users = events.select("user_id").unique().collect(engine="streaming")
+        items = read_items(files[layout.items_file], layout)
         yield EventSource(
             name=dataset.name,
             origin=origin,
-            hash=_source_hash(dataset, ratings, files),
+            hash=_source_hash(dataset, ratings, items, files),
             events=events,
             users=users,
-            item_ids=read_item_ids(files[layout.items_file], layout),
+            items=items,
             num_actions=5 * dataset.steps_per_star,
             label_bits=dataset.label_bits,
             positive_class=dataset.label_bits[0][1],
         )
 
 
-def _source_hash(dataset: MovieLens, ratings: pl.LazyFrame, files: dict[str, Path]) -> str:
+def _source_hash(dataset: MovieLens, ratings: pl.LazyFrame, items: pl.DataFrame, files: dict[str, Path]) -> str:
     """The hash of the files' bytes, or, where the content's is stated, that one, which is the same for all layouts."""
     if dataset.content_hash is None:
         return hash_files(list(files.values()))
@@ -162,8 +172,19 @@ def _source_hash(dataset: MovieLens, ratings: pl.LazyFrame, files: dict[str, Pat
             f"{path} holds the ratings of {dataset.name} in another order than published, which would change the order"
             " of events of equal time: use the published file"
         )
+    if (found := hash_items(items)) != dataset.items_hash:
+        raise DataError(
+            f"{path.parent} does not hold the published items of {dataset.name}: genres and years of {len(items)} items"
+            f" have the hash {found[:12]}, expected {str(dataset.items_hash)[:12]}"
+        )
     return dataset.content_hash
 
 
 def _hash_rows(rows: pl.DataFrame) -> str:
     return hashlib.sha256(rows.write_csv(include_header=False, separator="\t").encode()).hexdigest()
+
+
+def hash_items(items: pl.DataFrame) -> str:
+    r"""sha256 of the lines "item\tgenre|genre\tyear\n" of the items, sorted by item."""
+    joined = items.sort("item_id").with_columns(pl.col("genres", "year").list.join("|"))
+    return _hash_rows(joined.select("item_id", "genres", "year"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from genrec.data.format import DataError
+from genrec.data.movies import Movie, MovieParser, year_bucket
 from genrec.data.source import SOURCE_ROW
 
 RATING_COLUMNS = ("user_id", "item_id", "rating", "timestamp")
@@ -18,6 +19,7 @@ RATING_COLUMNS = ("user_id", "item_id", "rating", "timestamp")
 class Layout:
     """The three files of a ratings dataset. Item and user files have the id first and may be latin-1.
 
+    parse_movie: what a line of the items file says.
     ratings_header: the names of user, item, rating and timestamp in the first line; None: no such line, these columns.
     A separator of two characters ("::") is read as one, with an empty column between each two.
     users: the columns after the id in the users file, in its order; users_file None: users are those with ratings.
@@ -28,6 +30,7 @@ class Layout:
     ratings_header: tuple[str, ...] | None
     items_file: str
     items_separator: str
+    parse_movie: MovieParser
     items_header: bool = False
     users_file: str | None = None
     users_separator: str = ""
@@ -101,13 +104,26 @@ def ratings_to_events(ratings: pl.LazyFrame, path: Path, *, steps_per_star: int)
     return ratings.select("user_id", "item_id", (steps - 1).cast(pl.Int64).alias("action"), "timestamp", SOURCE_ROW)
 
 
-def read_item_ids(path: Path, layout: Layout) -> pl.Series:
-    """The ids of the items file, Int64, in its order."""
-    lines = _split_lines(path, layout.items_separator, skip_first=layout.items_header)
-    try:
-        return pl.Series("item_id", [int(fields[0]) for fields in lines], pl.Int64)
-    except ValueError as error:
-        raise DataError(f"{path} has a line that does not start with an item id ({error})") from error
+def read_items(path: Path, layout: Layout) -> pl.DataFrame:
+    """EventSource.items of the items file, in its order, with the features genres and year (a bucket)."""
+    ids: list[int] = []
+    movies: list[Movie] = []
+    for fields in _split_lines(path, layout.items_separator, skip_first=layout.items_header):
+        line = layout.items_separator.join(fields)[:200]
+        if not fields[0].isdecimal():
+            raise DataError(f"{path} has a line that does not start with an item id: {line!r}")
+        try:
+            movies.append(layout.parse_movie(fields))
+        except ValueError as error:
+            raise DataError(f"{path} has the line {line!r}: {error}") from error
+        ids.append(int(fields[0]))
+    columns = {
+        "item_id": ids,
+        "genres": [list(movie.genres) for movie in movies],
+        "year": [[] if movie.year is None else [year_bucket(movie.year)] for movie in movies],
+    }
+    names = pl.List(pl.String)
+    return pl.DataFrame(columns, schema={"item_id": pl.Int64, "genres": names, "year": names})
 
 
 def read_users(path: Path, layout: Layout) -> pl.DataFrame:

@@ -15,7 +15,8 @@ class EventSource:
 
     events: user_id, item_id, action (class), timestamp (seconds), source_row (position in the source), all Int64; lazy,
     so that a source larger than memory is streamed. users: user_id and one column a contextual feature, in the order of
-    the context tokens; may lack users that have events. item_ids: the catalogue, Int64; may lack items with events.
+    the context tokens; may lack users that have events. items: the catalogue, item_id (Int64) and one List(String)
+    column an item feature, the names of the item's values, empty for none; may lack items that have events.
     origin: where it came from, for the reader. hash: sha256 that changes when the prepared result would.
     """
 
@@ -24,7 +25,7 @@ class EventSource:
     hash: str
     events: pl.LazyFrame
     users: pl.DataFrame
-    item_ids: pl.Series
+    items: pl.DataFrame
     num_actions: int
     label_bits: tuple[tuple[str, int], ...]
     positive_class: int

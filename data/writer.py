@@ -11,7 +11,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, context_column
+from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, ItemFeature, context_column
+from genrec.data.item_features import encode_values
 from genrec.data.source import SOURCE_ROW, EventSource
 from genrec.data.sources import hash_files
 from genrec.data.splits import SplitPlan, plan_split
@@ -23,13 +24,18 @@ CHUNK_EVENTS = 8_000_000
 
 @dataclass(frozen=True)
 class _Tables:
-    """user_ids (U,) and item_ids (V,) ascend, dense ids are places in them; contexts: feature to (U,) dense ids."""
+    """user_ids (U,) and item_ids (V,) ascend, dense ids are places in them; contexts: feature to (U,) dense ids.
+
+    item_values: feature to (V,) lists of ids; item_features: what those are.
+    """
 
     user_ids: np.ndarray
     num_events: np.ndarray
     item_ids: np.ndarray
     contexts: dict[str, np.ndarray]
     vocabularies: dict[str, pl.Series]
+    item_values: dict[str, pl.Series]
+    item_features: dict[str, ItemFeature]
     notes: dict[str, int]
 
 
@@ -55,7 +61,8 @@ def write_dataset(
             # Page checksums make damage an error when it is read instead of wrong values.
             pq.write_table(table, path, row_group_size=ROW_GROUP_USERS, compression="zstd", write_page_checksum=True)
     (directory / "vocabulary").mkdir()
-    pl.DataFrame({"original_id": tables.item_ids}).write_parquet(directory / "vocabulary" / "item.parquet")
+    catalogue = pl.DataFrame({"original_id": tables.item_ids, **tables.item_values})
+    catalogue.write_parquet(directory / "vocabulary" / "item.parquet")
     for feature, values in tables.vocabularies.items():
         pl.DataFrame({"value": values}).write_parquet(directory / "vocabulary" / f"{feature}.parquet")
     files = {str(path.relative_to(directory)): hash_files([path]) for path in sorted(directory.rglob("*.parquet"))}
@@ -71,7 +78,7 @@ def _read_tables(source: EventSource) -> _Tables:
     listed = source.users.select("user_id")
     users = pl.concat([listed, counted.select("user_id")]).unique().sort("user_id")
     rated = source.events.select("item_id").unique().collect(engine="streaming")["item_id"]
-    item_ids = pl.concat([source.item_ids, rated]).unique().sort()
+    item_ids = pl.concat([source.items["item_id"], rated]).unique().sort()
     for column, ids in (("user", users["user_id"]), ("item", item_ids)):
         if ids[0] is None or ids[0] < 0:
             raise DataError(f"{source.origin} has the {column} id {ids[0]}, allowed are whole numbers from 0")
@@ -80,17 +87,22 @@ def _read_tables(source: EventSource) -> _Tables:
     contexts, vocabularies = {}, {}
     for feature in source.users.columns:
         contexts[feature], vocabularies[feature] = _encode(profiles[feature])
+    catalogue = source.items.unique("item_id", keep="first")
+    items = pl.DataFrame({"item_id": item_ids}).join(catalogue, on="item_id", how="left", maintain_order="left")
+    encoded = {feature: encode_values(items[feature]) for feature in items.columns if feature != "item_id"}
     return _Tables(
         user_ids=users["user_id"].to_numpy(),
         num_events=num_events,
         item_ids=item_ids.to_numpy(),
         contexts=contexts,
         vocabularies=vocabularies,
+        item_values={feature: ids for feature, (ids, _) in encoded.items()},
+        item_features={feature: described for feature, (_, described) in encoded.items()},
         notes={
             "users_without_events": int((num_events == 0).sum()),
             "users_without_profile": len(users) - listed["user_id"].n_unique(),
             "items_without_events": len(item_ids) - len(rated),
-            "items_not_in_catalogue": len(item_ids) - source.item_ids.n_unique(),
+            "items_not_in_catalogue": len(item_ids) - len(catalogue),
         },
     )
 
@@ -155,6 +167,7 @@ def _metadata(source: EventSource, tables: _Tables, plan: SplitPlan, files: dict
         tie_rule=source.tie_rule,
         contextual_features={feature: len(values) for feature, values in tables.vocabularies.items()},
         num_items=len(tables.item_ids),
+        item_features=tables.item_features,
         num_actions=source.num_actions,
         label_bits=source.label_bits,
         positive_class=source.positive_class,

@@ -32,9 +32,8 @@ from genrec.hstu.jagged import JaggedSequence
 from genrec.hstu.linear import make_linear
 from genrec.hstu.norm import HeadNorm, Norm
 from genrec.hstu.recompute import recomputed
+from genrec.hstu.relative_bias import RELATIVE_BIASES
 
-_NUM_TIME_BUCKETS = 128
-_BIAS_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,11 @@ LAYER_STYLES = {
 
 
 class HSTULayer(nn.Module):
-    """One layer. ``max_seqlen_tokens`` is N where ``scaling_seqlen`` is -1, and the reach of the relative bias."""
+    """One layer. ``max_seqlen_tokens`` is N where ``scaling_seqlen`` is -1, and the reach of the relative bias.
+
+    Start values, of every style and at every parallel size: W1 (one matrix u | v | q | k) and W2 Xavier-uniform over
+    their whole shape, biases 0, the q and k part of b1 ``qk_bias_init``, relative biases normal with deviation 0.02.
+    """
 
     def __init__(
         self, network: NetworkArgs, *, max_seqlen_tokens: int, precision: MixedPrecisionArgs | None = None
@@ -110,29 +113,26 @@ class HSTULayer(nn.Module):
         )
         gate_width = 3 * width if self.style.concatenates else width
         self.output = make_linear(gate_width, network.hidden_size, bias=self.style.output_bias, precision=precision)
-        self.position_bias: nn.Parameter | None = None
-        self.time_bias: nn.Parameter | None = None
-        if self.style.relative_bias:
-            self.position_bias = nn.Parameter(torch.empty(2 * max_seqlen_tokens - 1))
-            self.time_bias = nn.Parameter(torch.empty(_NUM_TIME_BUCKETS + 1))
+        kind = relative_bias_kind(network)
+        self.relative_bias = None if kind == "none" else RELATIVE_BIASES[kind](max_seqlen_tokens=max_seqlen_tokens)
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
-        """Start values that its parts don't set themselves: the query and key part of b1, and the relative bias."""
+        """The start value that its parts don't set themselves: the query and key part of b1."""
         if self.uvqk.bias is not None:
             with torch.no_grad():
                 self.uvqk.bias[self.uvqk.out_features // 2 :] = self.network.qk_bias_init
-        for weight in (self.position_bias, self.time_bias):
-            if weight is not None:
-                nn.init.normal_(weight, std=_BIAS_STD)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """The same tokens, one layer on."""
         x = sequence.values
         mixed = self._project(x)
-        activated = self._activate(mixed)
-        with _maybe_recomputed(self.network.recompute_input_silu, activated, lambda: self._activate(mixed)):
-            u, v, q, k = self._split(mixed, activated)
+        width = mixed.shape[1] // 4
+        parts = mixed.split(width, dim=1)
+        raw = mixed if self.style.activates_all else parts[0]
+        activated = self._activate(raw)
+        with _maybe_recomputed(self.network.recompute_input_silu, activated, lambda: self._activate(raw)):
+            u, v, q, k = activated.split(width, dim=1) if self.style.activates_all else (activated, *parts[1:])
             attended = self._attend(sequence, q=q, k=k, v=v)
             gated = self._gate(u, attended)
         gated = dropout(gated, p=self.network.hidden_dropout, training=self.training)
@@ -145,17 +145,8 @@ class HSTULayer(nn.Module):
             mixed: Tensor = self.uvqk(normed)
         return mixed
 
-    def _activate(self, mixed: Tensor) -> Tensor:
-        """SiLU of all of ``mixed``, or of its u part alone."""
-        return F.silu(mixed if self.style.activates_all else mixed[:, : mixed.shape[1] // 4])
-
-    def _split(self, mixed: Tensor, activated: Tensor) -> tuple[Tensor, ...]:
-        """u, v, q, k: (T, H * d) each."""
-        width = mixed.shape[1] // 4
-        if self.style.activates_all:
-            return activated.split(width, dim=1)
-        _, v, q, k = mixed.split(width, dim=1)
-        return activated, v, q, k
+    def _activate(self, raw: Tensor) -> Tensor:
+        return F.silu(raw)
 
     def _attend(self, sequence: JaggedSequence, *, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(T, H * d)."""
@@ -181,16 +172,24 @@ class HSTULayer(nn.Module):
         return attended.flatten(1)
 
     def _relative_bias(self, sequence: JaggedSequence) -> RelativeBias | None:
-        if self.position_bias is None or self.time_bias is None:
+        if self.relative_bias is None:
             return None
         assert sequence.timestamps is not None
+        place_weight, time_weight = self.relative_bias()
         # A row's time is its own. The research code takes the next item's, which tells history about the future.
-        return RelativeBias(self.position_bias, self.time_bias, sequence.timestamps, sequence.timestamps)
+        return RelativeBias(place_weight, time_weight, sequence.timestamps, sequence.timestamps)
 
     def _gate(self, u: Tensor, attended: Tensor) -> Tensor:
         """The input of the output projection: (T, H * d), or (T, 3 * H * d) where the parts are concatenated."""
         gated = u * self.output_norm(attended)
         return torch.cat([u, attended, gated], dim=1) if self.style.concatenates else gated
+
+
+def relative_bias_kind(network: NetworkArgs) -> str:
+    """ "none", "table" or "smooth": ``relative_bias``, where "auto" is what the layer_style's paper has."""
+    if network.relative_bias != "auto":
+        return network.relative_bias
+    return "table" if LAYER_STYLES[network.layer_style].relative_bias else "none"
 
 
 def _maybe_recomputed(wanted: bool, result: Tensor, function: Callable[[], Tensor]) -> AbstractContextManager[None]:

@@ -19,11 +19,13 @@ _BUCKET_S = 60.0
 
 
 class PositionEncoding(nn.Module):
-    """Adds position and, with ``use_time_encoding``, time embeddings to the tokens."""
+    """Adds position and, with ``use_time_encoding``, time embeddings to the tokens; no positions without buckets."""
 
     def __init__(self, network: NetworkArgs) -> None:
         super().__init__()
-        self.position = nn.Parameter(torch.empty(network.num_position_buckets, network.hidden_size))
+        self.position: nn.Parameter | None = None
+        if network.num_position_buckets:
+            self.position = nn.Parameter(torch.empty(network.num_position_buckets, network.hidden_size))
         self.time: nn.Parameter | None = None
         if network.use_time_encoding:
             self.time = nn.Parameter(torch.empty(NUM_TIME_ROWS, network.hidden_size))
@@ -38,12 +40,15 @@ class PositionEncoding(nn.Module):
 
     def forward(self, sequence: JaggedSequence, *, time_buckets: Tensor | None) -> Tensor:
         """Encoded values (T, D) of a sequence without padding. time_buckets: (T,), read with ``use_time_encoding``."""
-        places = token_places(sequence).clamp_(max=self.position.shape[0] - 1)
-        encoding = self.position.index_select(0, places)
+        scale = math.sqrt(sequence.values.shape[1])
+        encoded = sequence.values * scale
+        if self.position is not None:
+            places = token_places(sequence).clamp_(max=self.position.shape[0] - 1)
+            encoded = torch.add(self.position.index_select(0, places), sequence.values, alpha=scale)
         if self.time is not None:
             assert time_buckets is not None
-            encoding = encoding + self.time.index_select(0, time_buckets)
-        return torch.add(encoding, sequence.values, alpha=math.sqrt(sequence.values.shape[1]))
+            encoded = encoded + self.time.index_select(0, time_buckets)
+        return encoded
 
 
 def token_places(sequence: JaggedSequence) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from genrec.configs.schema import MixedPrecisionArgs, NetworkArgs
 from genrec.hstu.dropout import dropout
 from genrec.hstu.jagged import JaggedSequence, owners
+from genrec.hstu.layer import relative_bias_kind
 from genrec.hstu.linear import make_linear
 from genrec.hstu.position import NUM_TIME_ROWS, PositionEncoding, event_time_buckets
 
@@ -63,10 +64,10 @@ class HSTUPreprocessor(nn.Module):
         super().__init__()
         self.max_seqlen_tokens = max_seqlen_tokens
         self.fuse_actions = network.action_fusion == "add"
-        self.dropout = network.hidden_dropout
+        self.dropout = network.hidden_dropout if network.embedding_dropout is None else network.embedding_dropout
         self.dtype = DTYPES[network.dtype_str]
         self.pad_multiple = (precision.pad_multiple if precision is not None else None) or 1
-        self.keeps_timestamps = network.layer_style == "research"
+        self.keeps_timestamps = relative_bias_kind(network) != "none"
         self.time_reference = network.time_encoding_reference if network.use_time_encoding else None
         self.item_mlp = _projection(item_dim, network.hidden_size, precision)
         # Items and actions of one width share a projection, as in recsys-examples.

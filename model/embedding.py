@@ -6,6 +6,10 @@ Two users, contextual features age and gender, events without actions shown for 
     HSTUInputs       item     [i0 i1 i2 | i3]              event_offsets   [0, 3, 4]
                      context  [33 0 | 51 1] as vectors     context_offsets [0, 2, 4]     user after user
 
+Features of the items, such as genres, have a fixed number of values an event, padded with id 0. The embedding of an
+event's item is the item's row plus, for each such feature, the sum of the rows of its n ids above 0 divided by sqrt(n),
+so that its size does not grow with n; nothing where there is none.
+
 Ids are checked where they enter: the data loader refuses, on the CPU and by name, every id outside its table. Lookups
 rely on it, since sharded tables may answer a wrong id with some row; PyTorch's own lookup, used here, raises too.
 """
@@ -24,7 +28,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, ExperimentConfig, NetworkArgs
 from genrec.data.batch import Batch
-from genrec.data.format import DatasetMetadata
+from genrec.data.format import DatasetMetadata, item_feature_key
 from genrec.hstu.preprocessor import HSTUInputs
 from genrec.model.features import FeatureLayout, feature_layout
 
@@ -41,7 +45,7 @@ class TableSpec:
 
 
 def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None) -> tuple[TableSpec, ...]:
-    """The tables of a run: item, action and one a contextual feature of a prepared dataset, or those that
+    """The tables of a run: item, action, one a contextual and one an item feature of a prepared dataset, or those that
     BenchmarkDatasetArgs.embedding_args lists (``metadata`` None).
 
     Raises:
@@ -54,6 +58,7 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
     rows = {**metadata.contextual_features, layout.item: metadata.num_items}
     if layout.action is not None:
         rows[layout.action] = metadata.num_actions
+    rows |= {item_feature_key(name): feature.num_values for name, feature in metadata.item_features.items()}
     return tuple(
         TableSpec(
             name=name,
@@ -66,7 +71,7 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
 
 
 def feature_dim(name: str, *, layout: FeatureLayout, network: NetworkArgs) -> int:
-    """contextual_embedding_dim of contexts, item_embedding_dim of items and actions; hidden_size where it is -1."""
+    """contextual_embedding_dim of contexts, item_embedding_dim of all that events have; hidden_size where it is -1."""
     dim = network.contextual_embedding_dim if name in layout.contextual else network.item_embedding_dim
     return dim if dim > 0 else network.hidden_size
 
@@ -141,12 +146,13 @@ class FeatureEmbeddings(nn.Module):
         """Looks up every feature of ``batch`` and puts contexts user after user."""
         layout = self.layout
         assert batch.contextual_feature_names == layout.contextual and batch.action_feature_name == layout.action
+        assert tuple(batch.item_feature_widths) == layout.item_features
         vectors = self._lookup(_at_least_one_user(batch))
         names = batch.features.keys()
         lengths = dict(zip(names, batch.features.lengths().view(len(names), batch.batch_size), strict=True))
         context, context_offsets = self._contexts(vectors, lengths)
         return HSTUInputs(
-            item=vectors[layout.item],
+            item=self._items(vectors, batch),
             action=None if layout.action is None else vectors[layout.action],
             event_offsets=_offsets(lengths[layout.item]),
             timestamps=batch.timestamps,
@@ -164,6 +170,14 @@ class FeatureEmbeddings(nn.Module):
             vectors.update({name: jagged.values() for name, jagged in embedded.items()})
         return vectors
 
+    def _items(self, vectors: dict[str, Tensor], batch: Batch) -> Tensor:
+        """(E, D_item): the items' rows plus their features'."""
+        items = vectors[self.layout.item]
+        for name, width in batch.item_feature_widths.items():
+            ids = batch.features[name].values().view(items.shape[0], width)
+            items = items + pool_values(vectors[name].view(*ids.shape, items.shape[1]), ids)
+        return items
+
     def _contexts(self, vectors: dict[str, Tensor], lengths: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """(C_total, D_ctx) contexts ordered by user, then feature, and their (B + 1,) offsets."""
         names = self.layout.contextual
@@ -174,6 +188,13 @@ class FeatureEmbeddings(nn.Module):
         users = torch.arange(per_user.shape[1], device=values.device).repeat(len(names))
         owner = users.repeat_interleave(per_user.flatten(), output_size=values.shape[0])
         return values[owner.argsort(stable=True)], _offsets(per_user.sum(dim=0))
+
+
+def pool_values(vectors: Tensor, ids: Tensor) -> Tensor:
+    """vectors (E, W, D) of ids (E, W) -> (E, D): the sum over the n ids above 0, divided by sqrt(n); 0 where n = 0."""
+    is_value = (ids > 0).to(vectors.dtype)
+    weights = is_value * is_value.sum(dim=1, keepdim=True).clamp(min=1).rsqrt()
+    return torch.bmm(weights.unsqueeze(1), vectors).squeeze(1)
 
 
 def _at_least_one_user(batch: Batch) -> KeyedJaggedTensor:

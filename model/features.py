@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig
-from genrec.data.format import DatasetMetadata
+from genrec.data.format import DatasetMetadata, item_feature_key
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class FeatureLayout:
     """The model's features by role.
 
     item, action: the event features (action None: events are items alone). contextual: one token or more a user each,
-    in token order. max_num_events, max_num_contexts: the most that one user can have.
+    in token order. item_features: features of the items, several values an event, which are added to the item's
+    embedding. max_num_events, max_num_contexts: the most that one user can have.
     """
 
     item: str
@@ -21,11 +22,12 @@ class FeatureLayout:
     contextual: tuple[str, ...]
     max_num_events: int
     max_num_contexts: int
+    item_features: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every feature that is looked up."""
-        return (*self.contextual, self.item, *(() if self.action is None else (self.action,)))
+        return (*self.contextual, self.item, *(() if self.action is None else (self.action,)), *self.item_features)
 
     @property
     def max_num_tokens(self) -> int:
@@ -37,7 +39,7 @@ def feature_layout(config: ExperimentConfig, metadata: DatasetMetadata | None) -
     """The layout of a run on a prepared dataset, or (``metadata`` None) on synthetic data.
 
     Raises:
-        ConfigError: a contextual feature that the dataset lacks.
+        ConfigError: a contextual or item feature that the dataset lacks.
     """
     if isinstance(config.dataset, BenchmarkDatasetArgs):
         return _synthetic_layout(config.dataset)
@@ -48,19 +50,25 @@ def feature_layout(config: ExperimentConfig, metadata: DatasetMetadata | None) -
 def _prepared_layout(dataset: DatasetArgs, metadata: DatasetMetadata) -> FeatureLayout:
     known = metadata.contextual_features
     contextual = tuple(known) if dataset.contextual_features is None else dataset.contextual_features
-    unknown = [name for name in contextual if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"DatasetArgs.contextual_features names {', '.join(map(repr, unknown))}, which dataset {metadata.name!r}"
-            f" lacks: it has {', '.join(map(repr, known)) or 'none'}"
-        )
+    _check_known("contextual_features", contextual, known=tuple(known), name=metadata.name)
+    _check_known("item_features", dataset.item_features, known=tuple(metadata.item_features), name=metadata.name)
     return FeatureLayout(
         item="item",
         action="action" if metadata.num_actions > 0 else None,
         contextual=contextual,
         max_num_events=dataset.max_history_seqlen + dataset.max_num_candidates,
         max_num_contexts=len(contextual),
+        item_features=tuple(item_feature_key(name) for name in dataset.item_features),
     )
+
+
+def _check_known(field: str, names: tuple[str, ...], *, known: tuple[str, ...], name: str) -> None:
+    unknown = [feature for feature in names if feature not in known]
+    if unknown:
+        raise ConfigError(
+            f"DatasetArgs.{field} names {', '.join(map(repr, unknown))}, which dataset {name!r} lacks: it has"
+            f" {', '.join(map(repr, known)) or 'none'}"
+        )
 
 
 def _synthetic_layout(dataset: BenchmarkDatasetArgs) -> FeatureLayout:

@@ -7,9 +7,12 @@ import itertools
 from torch import Tensor, nn
 
 from genrec.configs.schema import MixedPrecisionArgs
+from genrec.hstu.dropout import dropout
 from genrec.hstu.linear import make_linear
+from genrec.hstu.norm import Norm
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+NORM_EPSILON = 1e-5
 
 
 class PredictionHead(nn.Module):
@@ -17,6 +20,9 @@ class PredictionHead(nn.Module):
 
     Hidden layers run in the dtype of the states; the last always in float32, because logits rounded to bfloat16's 8
     bits tie and cost AUC, and that layer is a few columns wide. ``precision`` is of the hidden layers.
+
+    layernorm, dropout_rate: a LayerNorm, then dropout, of the state before the first layer. zero_init: the last layer's
+    weight starts at zero; biases always do.
     """
 
     def __init__(
@@ -26,17 +32,26 @@ class PredictionHead(nn.Module):
         layer_sizes: tuple[int, ...],
         activation: str,
         bias: bool,
+        layernorm: bool = False,
+        dropout_rate: float = 0.0,
+        zero_init: bool = False,
         precision: MixedPrecisionArgs | None = None,
     ) -> None:
         super().__init__()
+        self.norm = Norm(input_size, epsilon=NORM_EPSILON, affine=True) if layernorm else None
+        self.dropout_rate = dropout_rate
         sizes = (input_size, *layer_sizes)
         hidden: list[nn.Module] = []
         for size_in, size_out in itertools.pairwise(sizes[:-1]):
             hidden += [make_linear(size_in, size_out, bias=bias, precision=precision), ACTIVATIONS[activation]()]
         self.hidden = nn.Sequential(*hidden)
         self.output = make_linear(sizes[-2], sizes[-1], bias=bias)
+        if zero_init:
+            nn.init.zeros_(self.output.weight)
 
     def forward(self, states: Tensor) -> Tensor:
         """states: (N, D) -> logits (N, layer_sizes[-1]) float32."""
+        states = states if self.norm is None else self.norm(states)
+        states = dropout(states, p=self.dropout_rate, training=self.training)
         logits: Tensor = self.output(self.hidden(states).float())
         return logits

@@ -90,6 +90,9 @@ class RankingModel(nn.Module):
                 layer_sizes=tuple(self.args.prediction_head_arch),
                 activation=self.args.prediction_head_act_type,
                 bias=self.args.prediction_head_bias,
+                layernorm=self.args.head_layernorm,
+                dropout_rate=self.args.head_dropout,
+                zero_init=self.args.head_zero_init,
                 precision=config.mixed_precision if config.mixed_precision.enable_fp8_for_prediction_head else None,
             )
 

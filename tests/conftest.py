@@ -1,6 +1,6 @@
 """For all tests: a tiny prepared dataset and gin files for it, for the whole path; the gpu marker's skip.
 
-Tests marked gpu are skipped without a CUDA device, here in one place, so that a test states its need with the marker alone.
+Tests marked gpu are skipped without a CUDA device, here in one place: a test states its need with the marker alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from genrec.data.format import DatasetMetadata
+from genrec.data.format import DatasetMetadata, ItemFeature
 
 NUM_ITEMS, NUM_ACTIONS, NUM_AGES, HOLDOUT = 20, 5, 4, 3
 # Training events of each user; with max_history_seqlen = 8: one event, fewer, exactly as many, more, many more.
@@ -84,7 +84,8 @@ def write_tiny_dataset() -> Callable[..., Path]:
             (directory / split).mkdir(parents=True)
             pq.write_table(table, directory / split / "00000.parquet", write_page_checksum=True)
         (directory / "vocabulary").mkdir()
-        originals = pa.table({"original_id": pa.array(1000 + np.arange(NUM_ITEMS))})
+        genres = pa.array([[1, 2][: item % 3] for item in range(NUM_ITEMS)], pa.list_(pa.int64()))
+        originals = pa.table({"original_id": pa.array(1000 + np.arange(NUM_ITEMS)), "genres": genres})
         pq.write_table(originals, directory / "vocabulary" / "item.parquet")
         metadata = DatasetMetadata(
             name="ml-100k",
@@ -101,6 +102,7 @@ def write_tiny_dataset() -> Callable[..., Path]:
             num_events=sum(train_lengths) + 2 * HOLDOUT * len(train_lengths),
             num_targets={split: sum(table["num_targets"].to_pylist()) for split, table in tables.items()},
             num_rows={split: table.num_rows for split, table in tables.items()},
+            item_features={"genres": ItemFeature(num_values=3, max_per_item=2, names=("(none)", "Comedy", "Drama"))},
         )
         (directory / "metadata.json").write_text(metadata.to_json())
         return directory

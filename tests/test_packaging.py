@@ -61,7 +61,7 @@ def test_wheel_installs_beside_another_hstu_and_both_import(wheel, tmp_path):
     run(sys.executable, "-m", "pip", "--python", str(python), "install", *flags, str(wheel))
     (site / "hstu").mkdir()
     (site / "hstu" / "__init__.py").write_text('OWNER = "someone else"\n')
-    # The dependencies are borrowed from the environment of this test: a path in a .pth file brings no .pth files of its own.
+    # The dependencies are borrowed from the environment of this test; a path in a .pth file brings no .pth files along.
     (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     found = run(str(python), "-I", "-c", IMPORTS.format(root=str(ROOT), site=str(site)), cwd=tmp_path)
     assert "movielens_100k_ranking.gin" in found.split()

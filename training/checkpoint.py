@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from genrec.configs.schema import UserError
@@ -44,7 +44,7 @@ class CheckpointError(UserError):
 
 
 class CheckpointStore:
-    """The checkpoints of one run: saves, keeps the newest ``keep``, finds the newest whole one. All ranks call alike."""
+    """The checkpoints of one run: saves, keeps the newest ``keep``, finds the newest whole one. Ranks call alike."""
 
     def __init__(self, directory: Path, *, keep: int, ranks: Ranks) -> None:
         self.directory = directory
@@ -212,7 +212,13 @@ def _on_disk(action: Callable[[], None]) -> None:
     try:
         action()
     except OSError as error:
-        raise CheckpointError(f"cannot write a checkpoint: {error.strerror} ({error.filename})") from error
+        raise CheckpointError(f"cannot write a checkpoint: {error}") from error
+    except CheckpointException as error:  # what torch.distributed.checkpoint wraps any rank's exception in
+        cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, (OSError, RuntimeError)):
+            raise
+        reason = str(cause).strip().splitlines()[0]
+        raise CheckpointError(f"cannot write a checkpoint: {reason}") from error
 
 
 def _by_step(directory: Path) -> list[Path]:

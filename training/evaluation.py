@@ -1,4 +1,4 @@
-"""Evaluation: exact metrics of a split in a protocol, over all ranks, without touching training; and the table of scores."""
+"""Evaluation: exact metrics of a split in a protocol, over all ranks, leaving training alone; the table of scores."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def evaluate(
 
 
 def labelled_events(batch: Batch) -> Tensor:
-    """(N,) positions, among all events of the batch, of the events that carry a label: each user's last num_labelled."""
+    """(N,) positions, among the batch's events, of those that carry a label: each user's last num_labelled."""
     ends = batch.features[batch.item_feature_name].offsets()[1:].to(torch.int64)
     labels_before = batch.num_labelled.cumsum(0) - batch.num_labelled
     shift = (ends - batch.num_labelled - labels_before).repeat_interleave(batch.num_labelled)

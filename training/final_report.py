@@ -74,6 +74,7 @@ def _curves(lines: Sequence[Line]) -> bytes:
     train = [line for line in lines if line["event"] == "train"]
     _curve(loss, train, "loss", title="training loss")
     _curve(speed, train, "tokens_per_s", title="tokens per second")
+    speed.set_ylim(bottom=0)
     for protocol in PROTOCOLS:
         points = [line for line in lines if line["event"] == "valid" and line["protocol"] == protocol]
         values = [_number(line["metrics"].get("auc")) for line in points]

@@ -23,15 +23,11 @@ LOG = logging.getLogger(__name__)
 
 
 class TrainLoader(Protocol):
-    """What the loop asks of a loader: one epoch an iteration, from the cursor on; the next one starts the next epoch."""
+    """What the loop asks of a loader: an iteration is an epoch, from the cursor on; the next is the next epoch."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def __len__(self) -> int: ...
-
-    def state_dict(self) -> dict[str, int]: ...
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
 class Loop:
@@ -66,6 +62,9 @@ class Loop:
 
     def run(self) -> None:
         """Train; ends with a checkpoint of the last step, without the final evaluation."""
+        remaining = self.total_steps - self.step
+        if self.trainer.profile and remaining < self.trainer.profile_step_start:
+            LOG.warning("nothing is profiled: only %d steps are left, below profile_step_start", remaining)
         micro_batches = grouped(self.loader, self.trainer.accumulate_steps)
         self.train_step.model.train()
         with profiled(self.trainer, rank=self.ranks.rank) as profile_step:

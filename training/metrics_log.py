@@ -3,7 +3,7 @@
 ::
 
     {"event": "train", "step": 100, "loss": 0.61, "learning_rate": 0.001, "tokens_per_s": 30211.5, "users_per_s": 151.2}
-    {"event": "valid", "step": 100, "protocol": "sequential", "metrics": {"auc": 0.77, "gauc": 0.68, "ne": 0.9, "logloss": 0.58}}
+    {"event": "valid", "step": 100, "protocol": "sequential", "metrics": {"auc": 0.77, "ne": 0.9, ...}}
 
 NaN and infinity are not JSON and become null.
 """

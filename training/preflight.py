@@ -17,6 +17,7 @@ from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import read_run_metadata
 from genrec.training.optim import embedding_parameters
+from genrec.training.sharding import choose_device
 
 MIB = 2**20
 # Optimizer values a weight has; row-wise Adagrad has one a row, which is next to nothing.
@@ -44,9 +45,7 @@ def check(config: ExperimentConfig) -> None:
 
 def require_available(config: ExperimentConfig) -> None:
     """Raise UnavailableError for what this version lacks on the device that the run would use."""
-    device = config.trainer.device
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    check_available(config, device_type="cuda" if on_gpu else "cpu")
+    check_available(config, device_type=choose_device(config.trainer.device).type)
 
 
 def weight_memory(config: ExperimentConfig, model: nn.Module) -> dict[str, int]:

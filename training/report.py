@@ -76,7 +76,7 @@ class RunLog:
         keep_lines(self.path, lambda line: line["step"] <= first_step)
         self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
         if CONSOLE.is_terminal:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=CONSOLE)
             self._task = self._bar.add_task("training", total=total_steps, completed=first_step, figures="")
             self._bar.start()
@@ -84,7 +84,7 @@ class RunLog:
     def progress(self, step: int, line: Line) -> None:
         """Show where training is; ``line`` has the figures so far."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=_figures(line))
+            self._bar.update(self._task, completed=step, figures=f"loss {line['loss']:.4f}, {_speed(line)}")
 
     def train(self, line: Line) -> None:
         """Record a "train" line."""
@@ -159,7 +159,8 @@ def setup_logging(*, is_main: bool) -> None:
 
 
 def _figures(line: Line) -> str:
-    return (
-        f"loss {line['loss']:.4f}, learning rate {line['learning_rate']:.2e}, "
-        f"{line['users_per_s']:,.0f} users/s, {line['tokens_per_s']:,.0f} tokens/s"
-    )
+    return f"loss {line['loss']:.4f}, learning rate {line['learning_rate']:.2e}, {_speed(line)}"
+
+
+def _speed(line: Line) -> str:
+    return f"{line['users_per_s']:,.0f} users/s, {line['tokens_per_s']:,.0f} tokens/s"

@@ -45,9 +45,10 @@ class Evaluator:
 
     def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:
         """Evaluate the model's present weights; ``table`` collects the scores."""
+        loader = self.ranks.together(lambda: self.data.evaluation_loader(split, protocol))
         return evaluate(
             self.model,
-            self.data.evaluation_loader(split, protocol),
+            loader,
             split=split,
             protocol=protocol,
             ranks=self.ranks,
@@ -89,13 +90,16 @@ class Run(Evaluator):
             raise UserError(f"TrainerArgs.output_dir = {str(self.output_dir)!r} cannot be written: {reason}") from error
 
     def start(self) -> int:
-        """Continue the newest whole checkpoint, else start from ckpt_load_dir or anew; returns the steps already done."""
-        trainer = self.config.trainer
+        """Continue the newest whole checkpoint, else start from ckpt_load_dir or anew; returns the steps done."""
         newest = self.store.newest()
+        return self.ranks.together(lambda: self._start_from(newest))
+
+    def _start_from(self, newest: Path | None) -> int:
+        trainer = self.config.trainer
         if newest is not None and trainer.resume == "never":
             raise UserError(
-                f"{self.store.directory} already holds {newest.name} of a run, and TrainerArgs.resume = 'never': choose "
-                "another TrainerArgs.output_dir, or resume = 'auto' to continue it"
+                f"{self.store.directory} already holds {newest.name} of a run, and TrainerArgs.resume = 'never': "
+                "choose another TrainerArgs.output_dir, or resume = 'auto' to continue it"
             )
         if newest is not None:
             return self._restore(newest)

@@ -1,4 +1,4 @@
-"""Scores of a checkpoint: rebuilds the model from the checkpoint alone, evaluates it and writes a row for each target."""
+"""Scores of a checkpoint: rebuilds the model from the checkpoint alone and writes a row for each target."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import cast
 
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig, Task, UserError
-from genrec.training.checkpoint import resolve_checkpoint
+from genrec.training.checkpoint import read_host, resolve_checkpoint
 from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
 from genrec.training.final_report import print_results
+from genrec.training.preflight import require_available
 from genrec.training.report import evaluation_line, setup_logging
 from genrec.training.run import Evaluator
 from genrec.training.sharding import Ranks, is_main_process, process_group
@@ -42,11 +43,12 @@ def load_checkpoint_config(checkpoint: Path, *, gin_bindings: Sequence[str]) -> 
 def score(
     config: ExperimentConfig, checkpoint: Path, *, split: str, protocol: str, scores_path: Path | None
 ) -> Evaluation:
-    """Evaluate ``checkpoint`` on ``split`` in ``protocol``, print the metrics and write the scores, on any number of ranks.
+    """Evaluate ``checkpoint`` on ``split`` in ``protocol``, print the metrics and write the scores; on any ranks.
 
-    The scores' columns: user_id and item_id (original ids), timestamp, label (0 or 1), score (probability of 1); further
-    tasks in label_task1, score_task1, ...
+    Columns: user_id and item_id (original ids), timestamp, label (0 or 1), score (probability of 1); further tasks in
+    label_task1, score_task1, ...
     """
+    require_available(config)
     table = ScoreTable()
     with process_group(config.trainer.device) as ranks:
         evaluator = ranks.together(lambda: _restored(config, checkpoint, ranks, split))
@@ -54,7 +56,7 @@ def score(
         if scores_path is not None:
             _write(table, scores_path, evaluator, ranks)
         if ranks.is_main:
-            step = int(checkpoint.resolve().name.removeprefix("step_"))
+            step = read_host(checkpoint, rank=0)["step"]
             outputs = [] if scores_path is None else [scores_path]
             print_results([evaluation_line(step, evaluation)], outputs=outputs, checkpoints=checkpoint)
     return evaluation

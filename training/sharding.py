@@ -92,7 +92,7 @@ def process_group(device: str) -> Iterator[Ranks]:
     A group that the process has joined already is used as it is, and not left. ``device`` is TrainerArgs.device. Raises
     UnavailableError for "cuda" without a GPU.
     """
-    chosen = _device(device)
+    chosen = choose_device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Ranks(rank=0, world_size=1, device=chosen)
         return
@@ -106,6 +106,16 @@ def process_group(device: str) -> Iterator[Ranks]:
     finally:
         if joins:
             dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that TrainerArgs.device = ``name`` means here. Raises UnavailableError for "cuda" without a GPU."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UnavailableError('TrainerArgs.device = "cuda", but PyTorch sees no GPU here: use "cpu" or "auto"')
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def is_main_process() -> bool:
@@ -147,12 +157,3 @@ def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager[None
 def unwrap(model: nn.Module) -> nn.Module:
     """The model itself, without DDP around it."""
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise UnavailableError('TrainerArgs.device = "cuda", but PyTorch sees no GPU here: use "cpu" or "auto"')
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

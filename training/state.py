@@ -23,6 +23,7 @@ MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 # Fields that may change between a checkpoint and the run that continues it: none of them changes what is computed.
 FREE_FIELDS = {
     "DatasetArgs": ("dataset_path", "num_workers"),
+    "RankingArgs": ("eval_metrics",),
     "TrainerArgs": (
         *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints"),
         *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
@@ -36,7 +37,7 @@ def collect_tensors(
 ) -> dict[str, Tensor]:
     """Every tensor of the training state by name, for ``CheckpointStore.save``."""
     tensors = {f"{MODEL}{name}": value for name, value in model.state_dict().items()}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -50,7 +51,7 @@ def collect_tensors(
 def restore_tensors(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], average: WeightAverage | None
 ) -> None:
-    """Put a checkpoint's weights, optimizer state and average back, exactly. Raises CheckpointError on another model's."""
+    """Put a checkpoint's weights, optimizer state and average back; raises CheckpointError if of another model."""
     tensors = read_tensors(path, prefixes=(MODEL, OPTIMIZER, AVERAGE))
     _restore_weights(path, model, _below(tensors, MODEL))
     _restore_optimizers(path, model, optimizers, _below(tensors, OPTIMIZER))
@@ -69,7 +70,8 @@ def restore_for_evaluation(path: Path, model: nn.Module) -> None:
 def config_values(config: ExperimentConfig) -> dict[str, Any]:
     """The resolved configuration as JSON values by class, for ``config.json``."""
     parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
-    values = {type(part).__name__: dataclasses.asdict(part) for part in parts if dataclasses.is_dataclass(part)}
+    arguments = [p for p in parts if dataclasses.is_dataclass(p) and not isinstance(p, type)]
+    values = {type(part).__name__: dataclasses.asdict(part) for part in arguments}
     plain: dict[str, Any] = json.loads(json.dumps({"task": config.task, **values}))
     return plain
 

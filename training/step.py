@@ -73,8 +73,8 @@ class TrainStep:
                 optimizer.zero_grad(set_to_none=True)
         if not finite and self.trainer.nonfinite == "stop":
             raise NonFiniteError(
-                f"the loss or a gradient is not finite at step {step} (mean loss {loss_sum / num_targets}): stopped before "
-                'the weights changed; TrainerArgs.nonfinite = "skip" leaves such steps out'
+                f"the loss or a gradient is not finite at step {step} (mean loss {loss_sum / num_targets}): stopped "
+                'before the weights changed; TrainerArgs.nonfinite = "skip" leaves such steps out'
             )
         return StepResult(
             loss_sum=loss_sum,
@@ -88,7 +88,7 @@ class TrainStep:
 
     def _counts(self, batches: Sequence[Batch]) -> tuple[int, int, int]:
         """Targets, tokens and users of the step, over all ranks."""
-        own = [(b.labels.shape[0], b.features.values().numel(), b.batch_size) for b in batches]
+        own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches]
         counts = torch.tensor(own, dtype=torch.int64, device=self.ranks.device).sum(0)
         targets, tokens, users = self.ranks.sum(counts).tolist()
         return targets, tokens, users

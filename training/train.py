@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +45,10 @@ def main(task: Task, argv: Sequence[str] | None = None) -> int:
         config = load_experiment(
             task, gin_files=args.gin_config_file, gin_bindings=args.gin_bindings, search_dirs=(script_directory(),)
         )
-        check(config) if args.check else train(config)
+        if not args.check:
+            train(config)
+        elif is_main_process():
+            check(config)
 
     return run_for_user(run, debug=args.debug)
 
@@ -57,7 +61,7 @@ def train(config: ExperimentConfig) -> list[Line]:
     require_available(config)
     with process_group(config.trainer.device) as ranks:
         check_same_config(ranks, config.digest)
-        torch.use_deterministic_algorithms(config.trainer.deterministic)
+        use_deterministic_algorithms(config.trainer.deterministic)
         run = ranks.together(lambda: Run(config, ranks=ranks))
         first_step = run.start()
         ranks.together(lambda: run.write_config() if ranks.is_main else None)
@@ -74,7 +78,7 @@ def train(config: ExperimentConfig) -> list[Line]:
 
 
 def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
-    """Call ``run``; a UserError becomes one sentence on stderr and an exit code, unless ``debug`` asks for the traceback.
+    """Call ``run``; a UserError becomes one sentence on stderr and an exit code, unless ``debug`` wants the traceback.
 
     What all ranks meet is told by rank 0 alone. Unexpected exceptions keep their traceback.
     """
@@ -84,11 +88,19 @@ def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
         if debug:
             raise
         if not isinstance(error, PeerStopped) and (is_main_process() or isinstance(error, RankError)):
-            print(f"error: {_one_sentence(error)}", file=sys.stderr, flush=True)
-        if not is_main_process():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
             time.sleep(1.0)  # torchrun stops all ranks when the first one ends: let the one that speaks be the first
         return EXIT_NOT_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
     return 0
+
+
+def use_deterministic_algorithms(wanted: bool) -> None:
+    """Let PyTorch take deterministic algorithms alone, or any."""
+    if wanted:
+        # cuBLAS asks for it in the environment, before it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
 
 
 def script_directory() -> Path:
@@ -164,9 +176,3 @@ def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
         outputs = [log.path, *reports, run.output_dir / "tensorboard"]
         print_results(results, outputs=outputs, checkpoints=run.store.directory)
     return results
-
-
-def _one_sentence(error: UserError) -> str:
-    """The error's text; of one that a loader's worker process raised, the last line, without its traceback."""
-    text = str(error).strip()
-    return text.splitlines()[-1].partition("Error: ")[2] if "Traceback (most recent call last)" in text else text

@@ -1,4 +1,4 @@
-"""The relative bias of the "research" layer: a number on the score for how far apart two tokens are, in place and time.
+"""The relative bias on the scores: a number on the score for how far apart two tokens are, in place and time.
 
 ``score[i, j] += position_weight[N - 1 + place(j) - place(i)] + time_weight[bucket(query_time[i] - key_time[j])]``, with
 bucket(t) = int(ln(max(|t|, 1)) / 0.301) capped at the last row (Meta's ``RelativeBucketedTimeAndPositionBasedBias``).

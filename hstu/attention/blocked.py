@@ -36,6 +36,8 @@ def blocked_attention(
 ) -> Tensor:
     """q, k: (T, H, d_qk), v: (T, H, d_v) -> (T, H, d_v). Rows beyond ``offsets[-1]`` and their gradients are zero."""
     plan = plan_for(offsets, num_contexts, num_targets, num_heads=q.shape[1], rules=rules)
+    if plan.num_tokens > q.shape[0]:
+        raise ValueError(f"offsets end at {plan.num_tokens}, but there are only {q.shape[0]} rows")
     scales = _Scales(alpha=alpha, inverse_seqlen=1.0 / scaling_seqlen)
     bias_tensors: tuple[Tensor | None, ...] = (None,) * 4
     if bias is not None:

@@ -62,15 +62,13 @@ def visible(
     """
     history_end = lengths - num_targets
     is_context = columns < num_contexts
-    if rules.causal:
-        seen = columns <= rows
-    else:
-        seen = (columns < history_end) | (rows >= history_end)
+    seen = columns <= rows if rules.causal else columns < lengths
     if rules.max_attn_len > 0:
         gap = torch.minimum(rows, history_end) - columns
         gap = gap if rules.causal else gap.abs()
         # Columns in the target part are no history: the group rule below alone decides about them.
         seen = seen & ((gap <= rules.max_attn_len) | is_context | (columns >= history_end))
+    # History rows have negative groups: they are in no target's.
     row_group = torch.div(rows - history_end, rules.target_group_size, rounding_mode="floor")
     column_group = torch.div(columns - history_end, rules.target_group_size, rounding_mode="floor")
     seen = seen & ((columns < history_end) | (row_group == column_group))

@@ -96,13 +96,28 @@ def _build(
 ) -> AttentionPlan:
     num_users = len(starts) - 1
     contexts, targets = num_contexts or (0,) * num_users, num_targets or (0,) * num_users
+    if not len(contexts) == len(targets) == num_users:
+        raise ValueError(f"num_contexts and num_targets must have one entry for each of {num_users} users")
     users = [User(starts[i], starts[i + 1] - starts[i], contexts[i], targets[i]) for i in range(num_users)]
+    _check_users(users)
     groups = []
     for members in _similar_lengths(users, max_area=tile_elements // num_heads, block_rows=block_rows):
         max_keys = max(block_rows, tile_elements // (num_heads * len(members) * block_rows))
         tiles = _cut(members, rules=rules, block_rows=block_rows, max_keys=max_keys)
         groups.append((make_group(members, device=device), tiles))
     return AttentionPlan(num_tokens=starts[-1], rules=rules, groups=tuple(groups))
+
+
+def _check_users(users: list[User]) -> None:
+    """Raise ValueError where a user's parts don't fit in its tokens, which a kernel would answer with garbage."""
+    if users and users[0].start != 0:
+        raise ValueError(f"offsets must start at 0, not {users[0].start}")
+    for index, user in enumerate(users):
+        if min(user.num_contexts, user.num_targets, user.length - user.num_contexts - user.num_targets) < 0:
+            raise ValueError(
+                f"user {index} of the batch has {user.length} tokens, which {user.num_contexts} contexts and "
+                f"{user.num_targets} targets don't fit"
+            )
 
 
 def _similar_lengths(users: list[User], *, max_area: int, block_rows: int) -> list[list[User]]:

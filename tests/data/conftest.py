@@ -36,9 +36,13 @@ def _whole(value: float) -> str:
 def _write_grouplens_100k(folder: Path, ratings: Sequence[Rating]) -> None:
     lines = [f"{u}\t{i}\t{_whole(r)}\t{t}\n" for u, i, r, t in ratings]
     (folder / "u.data").write_text("".join(lines))
+    flags = {10: "0000010010000000000", 50: "1" + 18 * "0"}  # Comedy and Drama; unknown
     items = [
-        f"{i}|Caf\xe9 {i} (1995)|01-Jan-1995||http://x/{i}|" + "|".join("0" * 19) + "\n" for i in (10, 20, 30, 40, 50)
+        f"{i}|Caf\xe9 {i} ({1985 + i})|01-Jan-1996||http://x/{i}|" + "|".join(flags.get(i, "0" * 19)) + "\n"
+        for i in (10, 20, 30)
     ]
+    items += ["40|Land 40 (1925) (V)|01-Jan-1995||http://x/40|" + "|".join("0000000010000000000") + "\n"]
+    items += ["50|unknown||||" + "|".join(flags[50]) + "\n"]
     (folder / "u.item").write_text("".join(items), encoding="latin-1")
     (folder / "u.user").write_text("2|24|M|technician|85711\n5|53|F|other|94043\n9|23|M|writer|T8H1N\n")
 
@@ -48,7 +52,8 @@ def _write_recbole_100k(folder: Path, ratings: Sequence[Rating]) -> None:
     (folder / "ml-100k.inter").write_text(
         "user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + "".join(lines)
     )
-    items = [f"{i}\tCaf\xe9 {i}\t1995\tComedy\n" for i in (10, 20, 30, 40, 50)]
+    items = [f"{i}\tCaf\xe9 {i}\t{1985 + i}\t{'Drama Comedy' if i == 10 else ''}\n" for i in (10, 20, 30)]
+    items += ["40\tLand 40 (1925)\tV\tDrama\n", "50\tunkonwn\tunkonwn\tunknown\n"]
     header = "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
     (folder / "ml-100k.item").write_text(header + "".join(items), encoding="utf-8")
     users = "2\t24\tM\ttechnician\t85711\n5\t53\tF\tother\t94043\n9\t23\tM\twriter\tT8H1N\n"
@@ -149,13 +154,19 @@ def event_source(lengths: Sequence[int]) -> EventSource:
     )
     ids = [100 + user for user in range(len(lengths))]
     profiles = pl.DataFrame({"user_id": ids, "parity": [str(user % 2) for user in ids]})
+    # Of item i: no tag to three of a to d, and one size, which every fifth lacks.
+    tags = [["d", "b", "a"][: item % 4] for item in range(total)]
+    sizes = [[] if item % 5 == 0 else [str(item % 2)] for item in range(total)]
+    names = pl.List(pl.String)
+    schema = {"item_id": pl.Int64, "tags": names, "size": names}
+    catalogue = pl.DataFrame({"item_id": range(total), "tags": tags, "size": sizes}, schema=schema)
     return EventSource(
         name="toy",
         origin="test",
         hash="0" * 64,
         events=events.lazy(),
         users=profiles,
-        item_ids=pl.Series("item_id", [], pl.Int64),
+        items=catalogue,
         num_actions=5,
         label_bits=(("rating>=4", 3), ("rating>=5", 4)),
         positive_class=3,

@@ -11,12 +11,14 @@ import torch
 from genrec.data.batch import Batch, jagged_features
 
 
-def make(lengths, num_contexts=1):
+def make(lengths, num_contexts=1, width=0):
     lengths = np.array(lengths, dtype=np.int64)
     contexts = {f"context{i}": np.arange(len(lengths)) for i in range(num_contexts)}
     features = contexts | {"item": np.arange(lengths.sum()), "action": np.arange(lengths.sum()) % 5}
+    widths = {"item_genres": width} if width else {}
+    features |= {name: np.arange(lengths.sum() * width) for name in widths}
     return Batch(
-        features=jagged_features(features, lengths, num_contexts=num_contexts),
+        features=jagged_features(features, lengths, num_contexts=num_contexts, widths=widths),
         timestamps=torch.arange(lengths.sum()),
         num_candidates=torch.zeros(len(lengths), dtype=torch.int64),
         num_labelled=torch.from_numpy(lengths),
@@ -27,6 +29,7 @@ def make(lengths, num_contexts=1):
         item_feature_name="item",
         action_feature_name="action",
         contextual_feature_names=tuple(contexts),
+        item_feature_widths=widths,
     )
 
 
@@ -38,10 +41,19 @@ def test_features_of_users():
     assert features["item"].values().tolist() == [0, 1, 2, 3, 4]
 
 
+def test_item_features_have_a_width_and_are_no_tokens():
+    batch = make([2, 0, 3], num_contexts=2, width=4)
+    assert batch.features["item_genres"].lengths().tolist() == [8, 0, 12]
+    assert batch.features["item_genres"].values().tolist() == list(range(20))
+    assert batch.num_tokens == make([2, 0, 3], num_contexts=2).num_tokens == 2 * 3 + 2 * 5
+    assert make([], width=4).num_tokens == 0
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [2, 0, 3]])
 @pytest.mark.parametrize("num_contexts", [0, 2])
-def test_to_keeps_every_field(lengths, num_contexts):
-    batch = make(lengths, num_contexts)
+@pytest.mark.parametrize("width", [0, 3])
+def test_to_keeps_every_field(lengths, num_contexts, width):
+    batch = make(lengths, num_contexts, width)
     moved = batch.to(torch.device("cpu"))
     assert moved.features.stride() == len(lengths) == batch.batch_size
     for field in dataclasses.fields(Batch):

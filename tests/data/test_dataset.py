@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,9 +20,9 @@ def directory(make_dataset):
     return make_dataset([6] * 300, chunk_events=10_000)  # one file, two row groups
 
 
-def read_all(directory, split="train", num_workers=0):
+def read_all(directory, split="train", **more):
     dataset = SequenceDataset.open(directory, split=split)
-    options = {"mode": "train", "label": "class", "max_history_seqlen": 8, "batch_size": 64, "num_workers": num_workers}
+    options = {"mode": "train", "label": "class", "max_history_seqlen": 8, "batch_size": 64, **more}
     return list(SequenceLoader(dataset, **options))
 
 
@@ -131,9 +132,37 @@ def test_context_ids_outside_the_table(directory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda t: t.drop("tags"), "is missing, damaged or lacks 'tags'"),
+        (lambda t: t.head(5), "has other values of 'tags' than metadata.json says"),
+        (lambda t: t.with_columns(tags=pl.lit("x")), "has other values of 'tags' than metadata.json says"),
+        (lambda t: t.with_columns(tags=pl.lit([1, 2, 3, 4])), "has other values of 'tags' than metadata.json says"),
+        (lambda t: t.with_columns(tags=pl.lit([None], pl.List(pl.Int64))), "has other values of 'tags'"),
+        (
+            lambda t: t.with_columns(tags=pl.lit([4], pl.List(pl.Int64))),
+            r"feature 'item_tags' has id 4 but table 'item_tags' has 4 rows \(ids 0 to 3\)",
+        ),
+    ],
+)
+def test_bad_item_features(directory, change, message):
+    path = directory / "vocabulary" / "item.parquet"
+    change(pl.read_parquet(path)).write_parquet(path)
+    with pytest.raises(DataError, match=message) as caught:
+        read_all(directory, item_features=["tags"])
+    assert "\n" not in str(caught.value)
+    read_all(directory)  # which does without
+    path.unlink()
+    with pytest.raises(DataError, match="is missing, damaged or lacks 'tags'"):
+        read_all(directory, item_features=["tags"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         (lambda v: v.pop("num_items"), "is damaged .*num_items"),
-        (lambda v: v.update(format_version=0), "has format version 0, this version reads 1"),
+        (lambda v: v.update(format_version=0), "has format version 0, this version reads 2"),
         (lambda v: v.update(extra=1), "is damaged .*extra"),
+        (lambda v: v.update(item_features=[]), "is damaged"),
+        (lambda v: v["item_features"]["tags"].pop("names"), "is damaged .*names"),
     ],
 )
 def test_bad_metadata(directory, change, message):

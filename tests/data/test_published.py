@@ -16,6 +16,10 @@ def test_ml_100k(tmp_path):
     assert (metadata.num_users, metadata.num_items, metadata.num_events) == (943, 1682, 100_000)
     assert metadata.num_targets == {"train": 81_140, "valid": 9_430, "test": 9_430}
     assert not any(metadata.notes.values())
+    assert {name: (v.num_values, v.max_per_item) for name, v in metadata.item_features.items()} == {
+        "genres": (19, 6),
+        "year": (18, 1),
+    }
     test = SequenceDataset.open(tmp_path / "ml-100k", split="test")
     options = {"batch_size": 64, "mode": "sequential", "label": "mask", "max_history_seqlen": 200}
     for world_size in (1, 2, 3):

@@ -7,7 +7,8 @@ import dataclasses
 import polars as pl
 import pytest
 
-from genrec.data.format import DataError, read_metadata
+from genrec.data.format import DataError, ItemFeature, read_metadata
+from genrec.data.item_features import read_padded_values
 from genrec.data.movielens import MOVIELENS, open_movielens
 from genrec.data.writer import write_dataset
 
@@ -92,7 +93,37 @@ def test_no_events_and_negative_ids_are_refused(make_source, tmp_path):
 
 def test_ids_beyond_32_bits(make_source, tmp_path):
     source = make_source([6])
-    large = dataclasses.replace(source, events=source.events.with_columns(item_id=pl.col("item_id") + 2**40))
+    moved = pl.col("item_id") + 2**40
+    events, items = source.events.with_columns(item_id=moved), source.items.with_columns(item_id=moved)
+    large = dataclasses.replace(source, events=events, items=items)
     write_dataset(large, tmp_path, rule="leave_last", holdout=1, seed=0)
     assert rows(tmp_path, "test")[100]["item"] == list(range(6))
     assert original_items(tmp_path, [0, 5]) == [2**40, 2**40 + 5]
+
+
+def test_item_features(make_source, tmp_path):
+    source = make_source([6])
+    items = source.items.filter(pl.col("item_id") != 2)  # rated, but not in the catalogue
+    items = pl.concat([items, pl.DataFrame([(99, ["c"], [])], schema=items.schema, orient="row")])
+    write_dataset(dataclasses.replace(source, items=items), tmp_path, rule="leave_last", holdout=1, seed=0)
+    written = pl.read_parquet(tmp_path / "vocabulary" / "item.parquet")
+    assert written.columns == ["original_id", "tags", "size"]
+    assert written["original_id"].to_list() == [0, 1, 2, 3, 4, 5, 99]
+    assert written["tags"].to_list() == [[], [4], [], [1, 2, 4], [], [4], [3]]
+    assert written["size"].to_list() == [[], [2], [], [2], [1], [], []]
+    metadata = read_metadata(tmp_path)
+    assert metadata.item_features == {
+        "tags": ItemFeature(num_values=5, max_per_item=3, names=("(none)", "a", "b", "c", "d")),
+        "size": ItemFeature(num_values=3, max_per_item=1, names=("(none)", "0", "1")),
+    }
+    assert metadata.notes["items_not_in_catalogue"] == 1
+    padded = read_padded_values(tmp_path, metadata, "tags")
+    assert padded.tolist() == [[0, 0, 0], [4, 0, 0], [0, 0, 0], [1, 2, 4], [0, 0, 0], [4, 0, 0], [3, 0, 0]]
+
+
+def test_a_feature_that_no_item_has(make_source, tmp_path):
+    source = make_source([4])
+    bare = dataclasses.replace(source, items=source.items.with_columns(pl.col("tags").list.head(0)))
+    metadata = write_dataset(bare, tmp_path, rule="leave_last", holdout=1, seed=0)
+    assert metadata.item_features["tags"] == ItemFeature(num_values=1, max_per_item=1, names=("(none)",))
+    assert read_padded_values(tmp_path, metadata, "tags").tolist() == [[0]] * 4

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from genrec.configs.schema import NetworkArgs
 from genrec.hstu.encoder import HSTUEncoder
@@ -180,7 +179,7 @@ def loop_layer(layer, x, *, case: Case, alpha: float, scaling_seqlen: int, times
                     _, v, _, k = uvqk[start + j]
                     score = alpha * (q[head] * k[head]).sum()
                     if style == "research":
-                        position, time = weights["position_bias"], weights["time_bias"]
+                        position, time = weights["relative_bias.place"], weights["relative_bias.time"]
                         bias = LoopBias([0] * len(position), [0] * len(time), timestamps, timestamps)
                         place, bucket = bias.indices(start, i, j, user)
                         score = score + position[place] + time[bucket]
@@ -310,9 +309,3 @@ def nan_filled() -> Iterator[None]:
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="session")
-def normalize():
-    """F.normalize, so that tests of the option need no own epsilon."""
-    return F.normalize

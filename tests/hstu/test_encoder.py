@@ -57,6 +57,27 @@ def test_contexts_that_see_the_history_do_leak_the_future(make_encoder, make_inp
     assert by_item[0, 3], "the check in the configuration refuses this for a reason"
 
 
+@pytest.mark.parametrize(
+    ("network", "causal"),
+    [
+        ({}, True),
+        ({"is_causal": False}, False),
+        ({"contextual_mask": "history"}, False),
+        ({"contextual_mask": "history", "disable_contextual_mask": True}, True),
+        ({"use_time_encoding": True}, False),
+        ({"use_time_encoding": True, "time_encoding_reference": "previous"}, True),
+    ],
+)
+def test_encoder_knows_whether_history_sees_the_future(make_encoder, make_inputs, network, causal):
+    encoder = make_encoder(**network)
+    assert encoder.history_is_causal == causal
+    inputs = make_inputs([4], contexts=[2])
+    later = replace(inputs, timestamps=inputs.timestamps + torch.tensor([0, 0, 0, 10**6]))
+    by_item, _ = influences(encoder, inputs, [4])
+    unmoved = torch.equal(encode(encoder, inputs, [4])[:3], encode(encoder, later, [4])[:3])
+    assert (not by_item.triu(1).any() and unmoved) == causal
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("contextual_mask", ["prefix", "history"])

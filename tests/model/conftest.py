@@ -19,8 +19,10 @@ from genrec.configs.schema import (
     TrainerArgs,
 )
 from genrec.data.batch import Batch
-from genrec.data.format import DatasetMetadata
+from genrec.data.format import DatasetMetadata, ItemFeature
 
+# Genres and year of item i are row i % 4.
+GENRES, YEARS = [[0, 0, 0], [2, 0, 0], [1, 3, 0], [1, 2, 3]], [[0], [1], [2], [1]]
 CONTEXTS = {"age": 6, "gender": 2}
 NUM_ITEMS, NUM_ACTIONS = 20, 5
 
@@ -42,6 +44,10 @@ def metadata() -> DatasetMetadata:
         num_events=0,
         num_targets={},
         num_rows={},
+        item_features={
+            "genres": ItemFeature(num_values=4, max_per_item=3, names=("(none)", "a", "b", "c")),
+            "year": ItemFeature(num_values=3, max_per_item=1, names=("(none)", "1990", "1991")),
+        },
     )
 
 
@@ -83,6 +89,7 @@ def make_batch() -> Callable[..., Batch]:
         candidates: Sequence[int] | None = None,
         contexts: tuple[str, ...] = tuple(CONTEXTS),
         with_actions: bool = True,
+        item_features: tuple[str, ...] = (),
     ) -> Batch:
         draws = [torch.Generator().manual_seed(user) for user in users]
 
@@ -95,6 +102,12 @@ def make_batch() -> Callable[..., Batch]:
         if with_actions:
             features["action"] = values(NUM_ACTIONS, lengths)
         per_feature = [[1] * len(users) if name in contexts else list(lengths) for name in features]
+        widths = {}
+        for name in item_features:
+            ids = torch.tensor({"genres": GENRES, "year": YEARS}[name])[features["item"] % 4]
+            widths[f"item_{name}"] = ids.shape[1]
+            features[f"item_{name}"] = ids.flatten()
+            per_feature.append([ids.shape[1] * length for length in lengths])
         labelled = lengths if labelled is None else labelled
         return Batch(
             features=KeyedJaggedTensor(
@@ -113,6 +126,7 @@ def make_batch() -> Callable[..., Batch]:
             item_feature_name="item",
             action_feature_name="action" if with_actions else None,
             contextual_feature_names=contexts,
+            item_feature_widths=widths,
         )
 
     return make

@@ -148,3 +148,57 @@ def test_initial_spread(make_config, metadata) -> None:
     assert float(normal.detach().std()) == pytest.approx(0.02, rel=0.02)
     uniform = FeatureEmbeddings(tables, layout=layout).collections["dim16"].embeddings["table_item"].weight
     assert float(uniform.detach().abs().max()) == pytest.approx(0.01, rel=0.02)
+
+
+FEATURES = ("year", "genres")
+
+
+@pytest.fixture
+def with_features(make_config, metadata):
+    config = make_config(dataset={"item_features": FEATURES}, network={"item_embedding_dim": 4})
+    torch.manual_seed(0)
+    return FeatureEmbeddings(embedding_tables(config, metadata), layout=feature_layout(config, metadata))
+
+
+def test_tables_of_item_features(make_config, metadata) -> None:
+    config = make_config(dataset={"item_features": FEATURES}, network={"item_embedding_dim": 4})
+    tables = embedding_tables(config, metadata)
+    assert tables[-2:] == (
+        TableSpec("item_year", ("item_year",), 3, 4),
+        TableSpec("item_genres", ("item_genres",), 4, 4),
+    )
+    assert feature_layout(config, metadata).max_num_tokens == feature_layout(make_config(), metadata).max_num_tokens
+    unknown = make_config(dataset={"item_features": ("genre",)})
+    with pytest.raises(ConfigError, match=r"item_features names 'genre', .* 'small' lacks: it has 'genres', 'year'"):
+        feature_layout(unknown, metadata)
+
+
+def test_an_items_embedding_is_its_row_and_its_features(with_features, make_batch) -> None:
+    batch = make_batch([1, 2, 3], lengths=[9, 0, 12], item_features=FEATURES)
+    table = {name.split("table_")[1].split(".")[0]: weight for name, weight in with_features.named_parameters()}
+    expected = []
+    for item in batch.features["item"].values().tolist():
+        genres, year = [[], [2], [1, 3], [1, 2, 3]][item % 4], [None, 1, 2, 1][item % 4]
+        row = table["item"][item]
+        for genre in genres:
+            row = row + table["item_genres"][genre] / len(genres) ** 0.5
+        expected.append(row if year is None else row + table["item_year"][year])
+    inputs = with_features(batch)
+    torch.testing.assert_close(inputs.item, torch.stack(expected))
+    assert inputs.event_offsets.tolist() == [0, 9, 9, 21] and inputs.tokens_per_event == 2
+    inputs.item.square().sum().backward()
+    for name in ("item_genres", "item_year"):
+        assert not table[name].grad[0].any() and table[name].grad[1:].abs().sum(1).gt(0).all()
+
+
+@pytest.mark.parametrize(("users", "lengths"), [([], []), ([1, 2], [0, 0])])
+def test_item_features_of_no_events(with_features, make_batch, users, lengths) -> None:
+    inputs = with_features(make_batch(users, lengths=lengths, item_features=FEATURES))
+    assert inputs.item.shape == (0, 4) and inputs.event_offsets.tolist() == [0] * (len(users) + 1)
+    (inputs.item.sum() + inputs.action.sum() + inputs.context.sum()).backward()
+    assert all(parameter.grad is not None for parameter in with_features.parameters())
+
+
+def test_a_batch_without_the_features_is_a_mistake(with_features, make_batch) -> None:
+    with pytest.raises(AssertionError):
+        with_features(make_batch([1], lengths=[2]))

@@ -210,3 +210,50 @@ def test_overfits_a_batch(make_config, make_batch, metadata) -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
+
+
+ITEM_FEATURES = ("genres", "year")
+
+
+@pytest.mark.parametrize("fusion", ["none", "add"])
+@pytest.mark.parametrize("dim", [-1, 4])
+def test_item_features_reach_item_and_fused_action_tokens(fusion, dim, make_config, make_batch, metadata) -> None:
+    network = {"action_fusion": fusion, "item_embedding_dim": dim}
+    config = make_config(dataset={"item_features": ITEM_FEATURES}, network=network)
+    model = RankingModel(config, metadata=metadata).eval()
+    batch = make_batch([1], lengths=[6], item_features=ITEM_FEATURES)
+    tokens = []
+    model.encoder.block.register_forward_pre_hook(lambda _, args: tokens.append(args[0].values.detach()))
+    before = model(batch)
+    genres = next(p for name, p in model.named_parameters() if "table_item_genres" in name)
+    with torch.no_grad():
+        genres += 1.0
+    after = model(batch)
+    changed = (tokens[0] != tokens[1]).any(dim=1)
+    has_genre = batch.features["item"].values() % 4 != 0
+    assert changed[:2].tolist() == [False, False]  # the contexts
+    assert torch.equal(changed[2::2], has_genre)
+    assert torch.equal(changed[3::2], has_genre & (fusion == "add"))
+    assert has_genre.any() and not torch.equal(before.logits, after.logits)
+
+
+@pytest.mark.parametrize("shape", [{"users": [], "lengths": []}, {"users": [1, 2], "lengths": [0, 3]}])
+def test_item_features_train_on_any_batch(shape, make_config, make_batch, metadata) -> None:
+    config = make_config(dataset={"item_features": ITEM_FEATURES}, network={"dtype_str": "bfloat16"})
+    model = RankingModel(config, metadata=metadata)
+    model(make_batch(**shape, item_features=ITEM_FEATURES)).loss_per_target.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    tables, dense = build_optimizers(model, config.optimizer)[::-1]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].split("table_")[-1] for g in tables.param_groups for p in g["params"]} >= {
+        "item.weight", "item_genres.weight", "item_year.weight"
+    }  # fmt: skip
+    assert not any("table_" in names[id(p)] for g in dense.param_groups for p in g["params"])
+
+
+def test_item_features_build_on_the_meta_device(make_config, metadata) -> None:
+    config = make_config(dataset={"item_features": ITEM_FEATURES})
+    meta = RankingModel(config, metadata=metadata, device=torch.device("meta"))
+    real = RankingModel(config, metadata=metadata)
+    assert {parameter.device.type for parameter in meta.parameters()} == {"meta"}
+    assert [(n, p.shape) for n, p in meta.named_parameters()] == [(n, p.shape) for n, p in real.named_parameters()]

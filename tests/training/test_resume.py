@@ -43,14 +43,18 @@ VARIANTS = {
     "plain": (),
     "workers": ("DatasetArgs.num_workers = 2",),
     "accumulation": ("TrainerArgs.accumulate_steps = 3", "TrainerArgs.train_batch_size = 2"),
-    "average, event dropout, schedule": (
+    "average, event dropout, item features, schedule": (
+        "DatasetArgs.item_features = ['genres']",
         "TrainerArgs.ema_decay = 0.9",
         "DatasetArgs.event_dropout = 0.3",
         "TrainerArgs.lr_schedule = 'cosine'",
         "TrainerArgs.warmup_steps = 4",
         "TrainerArgs.grad_clip_norm = 1.0",
     ),
-    "other optimizers": ("OptimizerArgs.optimizer_str = 'sgd'", "OptimizerArgs.embedding_optimizer_str = 'rowwise_adagrad'"),
+    "other optimizers": (
+        "OptimizerArgs.optimizer_str = 'sgd'",
+        "OptimizerArgs.embedding_optimizer_str = 'rowwise_adagrad'",
+    ),
 }
 
 
@@ -127,7 +131,11 @@ def test_lost_final_evaluation_is_made_up_for(tmp_path, tiny_config):
 def test_start_from_another_runs_checkpoint(tmp_path, tiny_config, last_tensors):
     train(tiny_config(tmp_path / "first"))
     binding = f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'first')!r}"
-    train(tiny_config(tmp_path / "second", binding, "TrainerArgs.max_train_iters = 1", "OptimizerArgs.learning_rate = 1e-9"))
+    train(
+        tiny_config(
+            tmp_path / "second", binding, "TrainerArgs.max_train_iters = 1", "OptimizerArgs.learning_rate = 1e-9"
+        )
+    )
     first, second = last_tensors(tmp_path / "first"), last_tensors(tmp_path / "second")
     name = "model.head.layers.0.weight"
     name = name if name in first else next(n for n in first if n.startswith("model.head") and first[n].dim() == 2)

@@ -42,6 +42,13 @@ def test_quantization_that_is_not_there(quantization):
         ({"q": torch.ones(3, 1, 4)}, r"q \(3, 1, 4\), k \(3, 1, 8\)"),
         ({"v": torch.ones(3, 2, 8)}, r"v \(3, 2, 8\)"),
         ({"offsets": torch.tensor(0)}, r"offsets must be \(B \+ 1,\)"),
+        ({"offsets": torch.tensor([1, 3])}, "offsets must start at 0, not 1"),
+        ({"offsets": torch.tensor([0, 4])}, "offsets end at 4, but there are only 3 rows"),
+        ({"offsets": torch.tensor([0, 3, 2])}, "user 1 of the batch has -1 tokens"),
+        ({"num_targets": torch.tensor([4])}, "3 tokens, which 0 contexts and 4 targets don't fit"),
+        ({"num_contexts": torch.tensor([2]), "num_targets": torch.tensor([2])}, "which 2 contexts and 2 targets"),
+        ({"num_targets": torch.tensor([-1])}, "which 0 contexts and -1 targets"),
+        ({"num_targets": torch.tensor([1, 1])}, "one entry for each of 1 users"),
     ],
 )
 def test_arguments_that_cannot_be(changes, message):

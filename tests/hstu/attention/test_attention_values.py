@@ -85,7 +85,7 @@ def check(oracle, path, case, **kwargs):
     tile_elements=st.sampled_from([1, 10, 60, 1 << 19]),
     block_rows=st.sampled_from([1, 2, 3, 64]),
 )
-@settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_values_and_gradients_are_the_loops(
     oracle, path, users, masking, num_heads, has_bias, tile_elements, block_rows
 ):
@@ -139,6 +139,18 @@ def test_neighbours_of_one_length_are_served_without_a_copy_and_right(oracle, le
     case = oracle.Case((oracle.UserTokens(0, length, 0),) * 3)
     for blocked, reference in zip(run("blocked", case)[0], run("reference", case)[0], strict=True):
         torch.testing.assert_close(blocked, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_users_of_one_length_that_differ_otherwise(oracle):
+    for users in ([(0, 4, 2), (0, 2, 4), (0, 3, 3)], [(1, 5, 0), (3, 3, 0)], [(2, 2, 2), (2, 4, 0)]):
+        for path in PATHS:
+            check(oracle, path, oracle.Case(tuple(oracle.UserTokens(*user) for user in users)))
+
+
+def test_one_context_that_sees_the_history(oracle):
+    case = oracle.Case((oracle.UserTokens(1, 3, 0),), oracle.Masking(contextual_mask="history"))
+    for path in PATHS:
+        check(oracle, path, case)
 
 
 def test_all_targets_and_contexts_only(oracle):

@@ -1,0 +1,151 @@
+"""What a user can get wrong is answered with one sentence, exit code 2 and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from genrec.configs.schema import UserError
+from genrec.training.scoring import main as evaluate_main
+from genrec.training.train import main
+
+
+def bad_dataset(path):
+    return f"DatasetArgs.dataset_path = {str(path)!r}"
+
+
+@pytest.mark.parametrize(
+    ("binding", "words"),
+    [
+        ("TrainerArgs.train_batch_sise = 4", ["TrainerArgs", "train_batch_sise", "did you mean 'train_batch_size'"]),
+        ("TrainerArg.seed = 4", ["TrainerArg", "did you mean 'TrainerArgs'"]),
+        ("LEARNIG_RATE = 1e-3", ["LEARNIG_RATE"]),
+        ("OptimizerArgs.learning_rate = %LEARNIG_RATE", ["LEARNIG_RATE"]),
+        ("RetrievalArgs.temperature = 0.1", ["RetrievalArgs.temperature", "nothing reads"]),
+        ("OptimizerArgs.learning_rate = '1e-3'", ["learning_rate", "'1e-3'"]),
+        ("TrainerArgs.train_batch_size = 2.5", ["train_batch_size", "2.5"]),
+        ("DatasetArgs.dataset_name = ml-20m", ["quotes"]),
+        ("TrainerArgs.train_batch_size = 2 * 64", ["arithmetic"]),
+        ("TrainerArgs.train_batch_size = 0", ["train_batch_size", "0"]),
+        ("TrainerArgs.eval_batch_size = -1", ["eval_batch_size", "-1"]),
+        ("NetworkArgs.kv_channels = 7", ["kv_channels", "7", "8"]),
+        ("DatasetArgs.dataset_name = 'ml-20'", ["ml-20", "ml-100k", "ml-20m"]),
+        ("DatasetArgs.contextual_features = ['gender']", ["gender", "age"]),
+        ("DatasetArgs.split = 'user'", ["split", "user", "leave_last"]),
+        ("TrainerArgs.nonfinite = 'locate'", ["locate"]),
+        ("TrainerArgs.ckpt_load_dir = '/no/such/folder'", ["/no/such/folder"]),
+        ("DatasetArgs.dataset_path = '/no/such/folder'", ["/no/such/folder", "prepare_data.py"]),
+        ("RankingArgs.prediction_head_arch = [8, 3]", ["prediction_head_arch"]),
+    ],
+)
+def test_bad_binding(refusal, binding, words):
+    sentence = refusal(binding)
+    assert not [word for word in words if word not in sentence], sentence
+
+
+def test_missing_file(refusal):
+    assert "absent.gin" in refusal(gin_file="absent.gin")
+
+
+def test_check_refuses_too(refusal):
+    assert "train_batch_size" in refusal("TrainerArgs.train_batch_size = 0", check=True)
+    assert "/no/such/folder" in refusal("DatasetArgs.dataset_path = '/no/such/folder'", check=True)
+
+
+@pytest.mark.parametrize(("shift", "bad_id"), [(5, "20"), (-1, "-1")])
+def test_id_outside_its_table(refusal, tmp_path, write_tiny_dataset, shift, bad_id):
+    data = write_tiny_dataset(tmp_path / "data", train_lengths=(30, 30, 30), item_shift=shift)
+    sentence = refusal(bad_dataset(data), "TrainerArgs.train_batch_size = 16")
+    assert "feature 'item' has id" in sentence
+    assert "table 'item' has 20 rows (ids 0 to 19)" in sentence
+    if shift < 0:
+        assert f"id {bad_id} " in sentence
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_damaged_rows(refusal, tmp_path, write_tiny_dataset, num_workers):
+    """Bytes flipped in the middle of the file: the footer is whole, so it is found while training."""
+    data = write_tiny_dataset(tmp_path / "data")
+    path = data / "train" / "00000.parquet"
+    content = bytearray(path.read_bytes())
+    content[200:240] = bytes(40)
+    path.write_bytes(content)
+    sentence = refusal(bad_dataset(data), f"DatasetArgs.num_workers = {num_workers}")
+    assert str(path) in sentence
+    assert "damaged" in sentence
+
+
+def test_damaged_file(refusal, tmp_path, write_tiny_dataset):
+    data = write_tiny_dataset(tmp_path / "data")
+    path = data / "test" / "00000.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    assert str(path) in refusal(bad_dataset(data))
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_empty_dataset(refusal, tmp_path, write_tiny_dataset, lengths):
+    data = write_tiny_dataset(tmp_path / "data", train_lengths=lengths)
+    assert "empty" in refusal(bad_dataset(data))
+
+
+def test_output_folder_cannot_be_written(refusal, tmp_path):
+    (tmp_path / "file").write_text("")
+    sentence = refusal(f"TrainerArgs.output_dir = {str(tmp_path / 'file' / 'run')!r}")
+    assert "TrainerArgs.output_dir" in sentence
+    assert "Not a directory" in sentence
+
+
+def test_checkpoint_folder_cannot_be_written(refusal, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot write a checkpoint" in refusal(f"TrainerArgs.ckpt_save_dir = {str(tmp_path / 'file' / 'run')!r}")
+
+
+def test_eval_interval_0_evaluates_at_the_end(train_command, capsys):
+    assert main("ranking", train_command("TrainerArgs.eval_interval = 0")) == 0
+    assert "results after step 6" in capsys.readouterr().out
+
+
+def test_loss_gone_nan_has_its_own_exit_code(train_command, capsys, tmp_path):
+    """A learning rate that blows the weights up."""
+    bindings = ("OptimizerArgs.learning_rate = 1e30", "OptimizerArgs.optimizer_str = 'sgd'")
+    assert main("ranking", train_command(*bindings, "TrainerArgs.ckpt_save_interval = 1")) == 3
+    captured = capsys.readouterr()
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("error: the loss or a gradient is not finite at step")
+    assert "Traceback" not in captured.err
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_debug_shows_the_traceback(train_command):
+    with pytest.raises(UserError):
+        main("ranking", [*train_command("TrainerArgs.train_batch_size = 0"), "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--checkpoint", "/no/such/folder"], "no checkpoint folder /no/such/folder"),
+        (["--checkpoint", "."], "no whole checkpoint"),
+    ],
+)
+def test_evaluate_without_a_checkpoint(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert evaluate_main([*arguments, "--scores", str(tmp_path / "scores.parquet")]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_in_a_process_of_its_own(examples, train_command):
+    command = [
+        sys.executable,
+        str(examples / "pretrain_gr_ranking.py"),
+        *train_command("TrainerArgs.train_batch_size = 0"),
+    ]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert len(finished.stderr.splitlines()) == 1
+    assert finished.stderr.startswith("error: ")

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import logging
+import random
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from genrec.configs.schema import UserError
+from genrec.training.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    newest_checkpoint,
+    read_host,
+    read_tensors,
+    resolve_checkpoint,
+)
+from genrec.training.sharding import Ranks
+from genrec.training.state import random_state, set_random_state
+from genrec.training.train import train
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path, keep=2, ranks=Ranks(rank=0, world_size=1, device=torch.device("cpu")))
+
+
+def save(store, step):
+    tensors = {"model.weight": torch.full((3, 2), float(step)), "optimizer.weight.step": torch.tensor(float(step))}
+    return store.save(step, tensors=tensors, host={"step": step}, texts={"config.gin": "x = 1\n"})
+
+
+def test_save_and_read(store):
+    path = save(store, 7)
+    assert path == store.newest() == resolve_checkpoint(store.directory) == resolve_checkpoint(path)
+    tensors = read_tensors(path, prefixes=("model.",))
+    torch.testing.assert_close(tensors, {"model.weight": torch.full((3, 2), 7.0)})
+    assert read_host(path, rank=0) == {"step": 7}
+    assert (path / "config.gin").read_text() == "x = 1\n"
+
+
+def test_keeps_the_newest(store):
+    for step in (1, 2, 10):
+        save(store, step)
+    assert sorted(path.name for path in store.directory.iterdir()) == ["step_00000002", "step_00000010"]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing file", "no manifest"])
+def test_damaged_checkpoint_is_skipped_and_said(store, caplog, damage):
+    whole, damaged = save(store, 1), save(store, 2)
+    data = next(damaged.glob("*.distcp"))
+    if damage == "cut short":
+        data.write_bytes(data.read_bytes()[:-1])
+    else:
+        (data if damage == "missing file" else damaged / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="genrec"):
+        assert store.newest() == whole
+    assert "step_00000002" in caplog.text
+    with pytest.raises(CheckpointError, match="is not a whole checkpoint"):
+        resolve_checkpoint(damaged)
+    save(store, 2)  # the run reaches that step again
+    assert store.newest() == damaged
+
+
+def test_interrupted_writing_is_ignored_and_cleared(store, caplog):
+    whole = save(store, 1)
+    (store.directory / ".writing_step_00000002").mkdir()
+    with caplog.at_level(logging.WARNING, logger="genrec"):
+        assert store.newest() == whole
+    assert "interrupted" in caplog.text
+    save(store, 3)
+    assert not list(store.directory.glob(".writing*"))
+
+
+def test_no_checkpoint(tmp_path):
+    assert newest_checkpoint(tmp_path / "absent") is None
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        resolve_checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        resolve_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("limit", [0, 200_000])
+def test_full_disk_is_one_sentence_and_leaves_the_previous(store, limit):
+    """A limit on the size of files stands for the full disk: of all files, or of the big one with the tensors."""
+    whole = save(store, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write a checkpoint: ") as caught:
+            store.save(2, tensors={"model.weight": torch.zeros(1_000_000)}, host={"step": 2}, texts={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(str(caught.value).splitlines()) == 1
+    assert store.newest() == whole
+    assert save(store, 3) == store.newest()
+
+
+def test_random_state_round_trip():
+    def draw():
+        return torch.rand(2).tolist(), np.random.rand(2).tolist(), np.random.randn(), random.random()
+
+    np.random.randn()  # leaves a half-used pair behind
+    state = random_state()
+    first = draw()
+    set_random_state(state)
+    assert draw() == first
+
+
+def test_continuing_another_configuration_names_the_difference(tmp_path, tiny_config):
+    train(tiny_config(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"OptimizerArgs\.learning_rate was 0\.01 and is 0\.5"):
+        train(tiny_config(tmp_path / "run", "OptimizerArgs.learning_rate = 0.5"))
+    with pytest.raises(UserError, match="already holds step_00000006"):
+        train(tiny_config(tmp_path / "run", "TrainerArgs.resume = 'never'"))
+
+
+def test_starting_from_another_model_names_the_tensor(tmp_path, tiny_config):
+    train(tiny_config(tmp_path / "run"))
+    start = f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'run')!r}"
+    with pytest.raises(CheckpointError, match=r"is of another model: .* there and .* here"):
+        train(tiny_config(tmp_path / "other", start, "NetworkArgs.hidden_size = 32"))
+
+
+# Dies as by kill -9 at the named moment of its second save (step 4 of 6).
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+from genrec.training import checkpoint, train
+
+moment, saves = sys.argv[1], []
+write_tensors, rename = checkpoint._write_tensors, Path.rename
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def dying_write(path, tensors):
+    saves.append(path)
+    write_tensors(path, tensors)
+    if len(saves) == 2 and moment == "half a file":
+        data = next(path.glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:1000])
+        die()
+
+def dying_rename(self, target):
+    final = len(saves) == 2 and Path(target).name.startswith("step_")
+    if final and moment == "before the rename":
+        die()
+    result = rename(self, target)
+    if final and moment == "after the rename":
+        die()
+    return result
+
+checkpoint._write_tensors = dying_write
+Path.rename = dying_rename
+sys.exit(train.main("ranking", sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "survivor"),
+    [("half a file", "step_00000002"), ("before the rename", "step_00000002"), ("after the rename", "step_00000004")],
+)
+def test_kill_9_in_a_save(tmp_path, tiny_gin, tiny_config, last_tensors, moment, survivor):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    interval = "TrainerArgs.ckpt_save_interval = 2"
+    command = [sys.executable, str(driver), moment, "--gin-config-file", str(tiny_gin), "--gin-bindings", interval]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.name == survivor
+
+    train(tiny_config(tmp_path / "run", interval))
+    train(tiny_config(tmp_path / "whole", interval))
+    whole, parts = last_tensors(tmp_path / "whole"), last_tensors(tmp_path / "run")
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert not list((tmp_path / "run" / "checkpoints").glob(".writing*"))
