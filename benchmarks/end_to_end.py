@@ -3,13 +3,13 @@
     python benchmarks/end_to_end.py [--gin-config-file benchmark_cpu_ranking.gin] [--peer-path DIR] [--output FILE]
 
 Ours: the ranking model of the gin file, on synthetic full-length batches, through the trainer's own step. The peer: the
-SASRec module of RecBole 1.2.1 (dropout .5 and inner size 256 as it ships) with the same width, layers, heads and tokens a
-batch, Adam, and a loss at every position: once against the whole item table (its default, "ce"), once against one random
-negative ("bpr"). Rounds alternate in one process, so both see the same machine. SASRec has one token an event; HSTU with
-actions has two, so both tokens/s and events/s are given.
+SASRec module of RecBole 1.2.1 (dropout .5 and inner size 256 as it ships) with the same width, layers, heads and tokens
+a batch, Adam, and a loss at every position: once against the whole item table (its default, "ce"), once against one
+random negative ("bpr"). Rounds alternate in one process, so both see the same machine. SASRec has one token an event;
+HSTU with actions has two, so both tokens/s and events/s are given.
 
-RecBole is not a dependency: `pip install --no-deps --target DIR recbole==1.2.1 colorlog==4.7.2 colorama==0.4.4 thop texttable
-tabulate`, and pass --peer-path DIR. Without it only ours is timed.
+RecBole is not a dependency. To time it: `pip install --no-deps --target DIR recbole==1.2.1 colorlog==4.7.2
+colorama==0.4.4 thop texttable tabulate`, and pass --peer-path DIR. Without it only ours is timed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def time_rounds(
 ) -> dict[str, list[float]]:
     """Seconds a step, one mean per round; the contestants take turns in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for name, stream in contestants.items():
+    for stream in contestants.values():
         for _ in range(warmup):
             next(stream)()
     for _ in range(rounds):
@@ -156,7 +156,9 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     config = load_experiment("ranking", gin_files=[args.gin_config_file], gin_bindings=args.gin_bindings)
     if not isinstance(config.dataset, BenchmarkDatasetArgs):
-        raise UserError("this benchmark needs synthetic data: bind BenchmarkDatasetArgs, as benchmark_cpu_ranking.gin does")
+        raise UserError(
+            "this benchmark needs synthetic data: bind BenchmarkDatasetArgs, as benchmark_cpu_ranking.gin does"
+        )
     events = max(group.max_sequence_length for group in config.dataset.feature_args)
     tokens_per_event = 2 if config.dataset.action_feature_name else 1
     tokens = events * tokens_per_event

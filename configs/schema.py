@@ -308,6 +308,7 @@ class NetworkArgs:
     qk_bias_init: float = 0.0  # start value of the query and key biases; positive: attention starts as an average
     action_fusion: str = "none"  # "none": the action token is the action's embedding; "add": plus its item's
     embedding_init_std: float | None = None  # None: 1 / sqrt(rows) uniform, as TorchRec
+    item_feature_scale: float = 1.0  # of what DatasetArgs.item_features add to the items' embeddings
     embedding_dropout: float | None = None  # of the tokens at the encoder's entry; None: as hidden_dropout
 
     def __post_init__(self) -> None:

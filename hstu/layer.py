@@ -35,7 +35,6 @@ from genrec.hstu.recompute import recomputed
 from genrec.hstu.relative_bias import RELATIVE_BIASES
 
 
-
 @dataclass(frozen=True)
 class LayerStyle:
     """What tells the three layers apart; see the module's table."""
@@ -186,7 +185,7 @@ class HSTULayer(nn.Module):
 
 
 def relative_bias_kind(network: NetworkArgs) -> str:
-    """ "none", "table" or "smooth": ``relative_bias``, where "auto" is what the layer_style's paper has."""
+    """The kind of relative bias: ``relative_bias``, where "auto" is what the layer_style itself has."""
     if network.relative_bias != "auto":
         return network.relative_bias
     return "table" if LAYER_STYLES[network.layer_style].relative_bias else "none"

@@ -1,11 +1,11 @@
 """Relative bias on the scores: a learned function of how far apart two tokens are, in place and in time.
 
-Both kinds yield the weight vectors that ``attention.RelativeBias`` reads, one number for each distance in places and one
-for each bucket of the gap in time:
+Both kinds yield the weight vectors that ``attention.RelativeBias`` reads, one number for each distance in places and
+one for each bucket of the gap in time:
 
 - "table", the paper's research code: every number is a parameter of its own.
-- "smooth" (ours): the numbers are sums of a few decays, ``sum_k w_k exp(-distance / scale_k)``. A dozen parameters, each
-  trained by every pair, where a table row is trained by the pairs at its distance alone: for small data.
+- "smooth" (ours): the numbers are sums of a few decays, ``sum_k w_k exp(-distance / scale_k)``. A dozen parameters,
+  each trained by every pair, where a table row is trained by the pairs at its distance alone: for small data.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from genrec.hstu.attention.bias import LOG_BUCKET_WIDTH
+
 NUM_TIME_BUCKETS = 128
-LOG_BUCKET_WIDTH = 0.301  # a bucket of the time gap ends where the next, e^0.301 times longer, starts
 
 _TABLE_STD = 0.02
 _PLACE_SCALES = (4.0, 16.0, 64.0, 256.0)  # tokens
@@ -43,8 +44,11 @@ class TableBias(nn.Module):
 
 
 class SmoothBias(nn.Module):
-    """Decays over distance and time. Odd and even distances have weights of their own: where items and actions alternate,
-    they tell a token of the other kind from one of its own."""
+    """Decays over distance and over time.
+
+    Odd and even distances have weights of their own: where items and actions alternate, they tell a token of the other
+    kind from one of its own.
+    """
 
     place_basis: Tensor
     time_basis: Tensor
@@ -85,4 +89,3 @@ def _time_basis() -> Tensor:
     first = torch.zeros_like(starts)
     first[0] = 1.0
     return torch.stack([first, *decays], dim=1).float()
-

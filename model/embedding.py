@@ -129,10 +129,12 @@ class FeatureEmbeddings(nn.Module):
         *,
         layout: FeatureLayout,
         init_std: float | None = None,
+        item_feature_scale: float = 1.0,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.item_feature_scale = item_feature_scale
         configs = embedding_configs(tables, init_std=init_std)
         dims = sorted({config.embedding_dim for config in configs})
         self.collections = nn.ModuleDict(
@@ -175,7 +177,8 @@ class FeatureEmbeddings(nn.Module):
         items = vectors[self.layout.item]
         for name, width in batch.item_feature_widths.items():
             ids = batch.features[name].values().view(items.shape[0], width)
-            items = items + pool_values(vectors[name].view(*ids.shape, items.shape[1]), ids)
+            pooled = pool_values(vectors[name].view(*ids.shape, items.shape[1]), ids)
+            items = torch.add(items, pooled, alpha=self.item_feature_scale)
         return items
 
     def _contexts(self, vectors: dict[str, Tensor], lengths: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -71,6 +71,7 @@ class RankingModel(nn.Module):
                 embedding_tables(config, metadata),
                 layout=layout,
                 init_std=network.embedding_init_std,
+                item_feature_scale=network.item_feature_scale,
                 device=device,
             )
             item_dim = feature_dim(layout.item, layout=layout, network=network)

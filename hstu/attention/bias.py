@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LOG_BUCKET_WIDTH = 0.301
+LOG_BUCKET_WIDTH = 0.301
 
 
 @dataclass(frozen=True)
@@ -41,4 +41,4 @@ def time_index(query_times: Tensor, key_times: Tensor, *, num_weights: int) -> T
     """Which time weight a pair uses; the arguments broadcast."""
     # float64 holds any difference of int64 seconds that matters, so CPU and GPU agree on the bucket.
     gap = (query_times - key_times).abs().clamp_(min=1).double()
-    return gap.log_().div_(_LOG_BUCKET_WIDTH).long().clamp_(max=num_weights - 1)
+    return gap.log_().div_(LOG_BUCKET_WIDTH).long().clamp_(max=num_weights - 1)

@@ -178,8 +178,8 @@ def loop_layer(layer, x, *, case: Case, alpha: float, scaling_seqlen: int, times
                         continue
                     _, v, _, k = uvqk[start + j]
                     score = alpha * (q[head] * k[head]).sum()
-                    if style == "research":
-                        position, time = weights["relative_bias.place"], weights["relative_bias.time"]
+                    if layer.relative_bias is not None:
+                        position, time = layer.relative_bias()
                         bias = LoopBias([0] * len(position), [0] * len(time), timestamps, timestamps)
                         place, bucket = bias.indices(start, i, j, user)
                         score = score + position[place] + time[bucket]

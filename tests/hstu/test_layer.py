@@ -54,6 +54,14 @@ def check(oracle, layer, case, *, alpha, scaling_seqlen=MAX_SEQLEN):
         torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["none", "table", "smooth"])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_with_every_relative_bias(oracle, make_network, style, kind):
+    layer = make_layer(make_network, layer_style=style, relative_bias=kind)
+    case = oracle.Case((oracle.UserTokens(2, 3, 2), oracle.UserTokens(0, 4, 0)), oracle.Masking())
+    check(oracle, layer, case, alpha=1.0 if style == "research" else 1 / math.sqrt(8))
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("contextual_mask", ["prefix", "history"])

@@ -129,6 +129,12 @@ def test_dropout_only_in_training(make_network, make_inputs):
     assert not (preprocessor.eval()(inputs).values == 0).any()
 
 
+@pytest.mark.parametrize(("hidden", "embedding", "drops"), [(0.5, 0.0, False), (0.0, 0.5, True)])
+def test_embedding_dropout_takes_the_place_of_hidden_dropout(make_network, make_inputs, hidden, embedding, drops):
+    preprocessor = build(make_network, hidden_dropout=hidden, embedding_dropout=embedding)
+    assert (preprocessor(make_inputs([20])).values == 0).any() == drops
+
+
 def test_values_come_in_the_networks_dtype(make_network, make_inputs):
     inputs = make_inputs([2])
     inputs = replace(inputs, item=inputs.item.float(), action=inputs.action.float())
