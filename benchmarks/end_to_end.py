@@ -2,11 +2,12 @@
 
     python benchmarks/end_to_end.py [--gin-config-file benchmark_cpu_ranking.gin] [--peer-path DIR] [--output FILE]
 
-Ours: the ranking model of the gin file, on synthetic full-length batches, through the trainer's own step. The peer: the
-SASRec module of RecBole 1.2.1 (dropout .5 and inner size 256 as it ships) with the same width, layers, heads and tokens
-a batch, Adam, and a loss at every position: once against the whole item table (its default, "ce"), once against one
-random negative ("bpr"). Rounds alternate in one process, so both see the same machine. SASRec has one token an event;
-HSTU with actions has two, so both tokens/s and events/s are given.
+Ours: the ranking model of the gin file on synthetic batches, through the trainer's own step; full sequences, and as
+"genrec_jagged" lengths uniform below that, new in every step. The peer: the SASRec module of RecBole 1.2.1 (dropout
+.5 and inner size 256 as it ships) with the same width, layers, heads and tokens a batch, Adam, and a loss at every
+position: against the whole item table ("ce", its default, and what the ratio is about), and against one random negative
+("bpr", cheaper). Rounds alternate in one process, so all see the same machine, and drawing a batch is timed too. SASRec
+has one token an event; HSTU with actions has two, so both tokens/s and events/s are given.
 
 RecBole is not a dependency. To time it: `pip install --no-deps --target DIR recbole==1.2.1 colorlog==4.7.2
 colorama==0.4.4 thop texttable tabulate`, and pass --peer-path DIR. Without it only ours is timed.
@@ -23,6 +24,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +33,29 @@ import torch
 from torch import Tensor, nn
 
 from genrec.configs.loading import load_experiment
-from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig, UserError
+from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig
+from genrec.model.ranking import RankingModel
 from genrec.training.datasets import RunData
 from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule, build_optimizers
 from genrec.training.sharding import Ranks
 from genrec.training.step import TrainStep
 
+OURS = "genrec"
 RESULT = Path(__file__).parent / "results" / "cpu_throughput.json"
 
 
-def our_steps(config: ExperimentConfig) -> Iterator[Callable[[], None]]:
-    """Endless training steps of our model."""
-    from genrec.model.ranking import RankingModel
+@dataclass(frozen=True)
+class Step:
+    """A training step that is ready to run, and how much it trains on."""
 
+    run: Callable[[], object]
+    num_tokens: int
+    num_events: int
+
+
+def our_steps(config: ExperimentConfig) -> Iterator[Step]:
+    """Endless training steps of our model."""
     ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     model = RankingModel(config).train()
     optimizers = build_optimizers(model, config.optimizer)
@@ -51,7 +63,15 @@ def our_steps(config: ExperimentConfig) -> Iterator[Callable[[], None]]:
     step = TrainStep(model, optimizers, trainer=config.trainer, ranks=ranks, set_learning_rates=rates)
     data = RunData(config, splits=(), rank=0, world_size=1)
     for number, batches in enumerate(grouped(data.train_loader(), 1), start=1):
-        yield lambda batches=batches, number=number: step(batches, step=number)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        num_events = sum(batch.timestamps.shape[0] for batch in batches)
+        yield Step(partial(step, batches, step=number), num_tokens, num_events)
+
+
+def jagged(config: ExperimentConfig, dataset: BenchmarkDatasetArgs) -> ExperimentConfig:
+    """``config`` with uniform lengths, and so many batches that no layout is met twice in a row of cached ones."""
+    features = tuple(replace(group, is_jagged=True) for group in dataset.feature_args)
+    return replace(config, dataset=replace(dataset, feature_args=features, num_generated_batches=64))
 
 
 class EveryPosition(nn.Module):
@@ -112,14 +132,13 @@ def _peer_config(network: Any, length: int) -> dict[str, Any]:
     }
 
 
-def peer_steps(config: ExperimentConfig, *, num_tokens: int, loss: str) -> Iterator[Callable[[], None]]:
-    """Endless training steps of the peer, on as many tokens a user as ours."""
-    assert isinstance(config.dataset, BenchmarkDatasetArgs)
-    num_items = max(table.item_vocab_size_or_capacity for table in config.dataset.embedding_args)
-    model = EveryPosition(config, num_items=num_items, length=num_tokens, loss=loss).train()
+def peer_steps(config: ExperimentConfig, dataset: BenchmarkDatasetArgs, *, length: int, loss: str) -> Iterator[Step]:
+    """Endless training steps of the peer, on users of ``length`` tokens."""
+    num_items = max(table.item_vocab_size_or_capacity for table in dataset.embedding_args)
+    model = EveryPosition(config, num_items=num_items, length=length, loss=loss).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=config.optimizer.learning_rate)
     generator = torch.Generator().manual_seed(0)
-    shape = (config.trainer.train_batch_size, num_tokens)
+    shape = (config.trainer.train_batch_size, length)
 
     def step(items: Tensor, targets: Tensor, negatives: Tensor) -> None:
         optimizer.zero_grad()
@@ -128,25 +147,47 @@ def peer_steps(config: ExperimentConfig, *, num_tokens: int, loss: str) -> Itera
 
     while True:
         ids = [torch.randint(1, num_items, shape, generator=generator) for _ in range(3)]
-        yield lambda ids=ids: step(*ids)
+        yield Step(partial(step, *ids), num_tokens=ids[0].numel(), num_events=ids[0].numel())
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one contestant did in one round."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    num_events: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens a second, without padding."""
+        return self.num_tokens / self.seconds
 
 
 def time_rounds(
-    contestants: dict[str, Iterator[Callable[[], None]]], *, rounds: int, steps: int, warmup: int
-) -> dict[str, list[float]]:
-    """Seconds a step, one mean per round; the contestants take turns in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    contestants: dict[str, Iterator[Step]], *, rounds: int, steps: int, warmup: int
+) -> dict[str, list[Round]]:
+    """The rounds of each contestant; they take turns in every round."""
     for stream in contestants.values():
         for _ in range(warmup):
-            next(stream)()
+            next(stream).run()
+    finished: dict[str, list[Round]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, stream in contestants.items():
-            ready = [next(stream) for _ in range(steps)]
-            start = time.perf_counter()
-            for run in ready:
-                run()
-            seconds[name].append((time.perf_counter() - start) / steps)
-    return seconds
+            finished[name].append(_time_round(stream, steps))
+    return finished
+
+
+def _time_round(stream: Iterator[Step], steps: int) -> Round:
+    num_tokens = num_events = 0
+    start = time.perf_counter()
+    for _ in range(steps):
+        step = next(stream)
+        step.run()
+        num_tokens += step.num_tokens
+        num_events += step.num_events
+    return Round(time.perf_counter() - start, steps, num_tokens, num_events)
 
 
 def main() -> int:
@@ -155,57 +196,66 @@ def main() -> int:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     config = load_experiment("ranking", gin_files=[args.gin_config_file], gin_bindings=args.gin_bindings)
-    if not isinstance(config.dataset, BenchmarkDatasetArgs):
-        raise UserError(
-            "this benchmark needs synthetic data: bind BenchmarkDatasetArgs, as benchmark_cpu_ranking.gin does"
-        )
-    events = max(group.max_sequence_length for group in config.dataset.feature_args)
-    tokens_per_event = 2 if config.dataset.action_feature_name else 1
-    tokens = events * tokens_per_event
-    contestants = {"genrec": our_steps(config)}
+    dataset = config.dataset
+    if not isinstance(dataset, BenchmarkDatasetArgs):
+        print("error: this benchmark needs BenchmarkDatasetArgs, as in benchmark_cpu_ranking.gin", file=sys.stderr)
+        return 2
+    length = max(group.max_sequence_length for group in dataset.feature_args) * (
+        2 if dataset.action_feature_name else 1
+    )
+    contestants = {OURS: our_steps(config), f"{OURS}_jagged": our_steps(jagged(config, dataset))}
     if args.peer_path:
         sys.path.insert(0, args.peer_path)
         for loss in ("ce", "bpr"):
-            contestants[f"recbole_sasrec_{loss}"] = peer_steps(config, num_tokens=tokens, loss=loss)
-    seconds = time_rounds(contestants, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
-    per_event = {name: tokens_per_event if name == "genrec" else 1 for name in contestants}
-    report = _report(config, seconds, num_tokens=config.trainer.train_batch_size * tokens, tokens_per_event=per_event)
+            contestants[f"recbole_sasrec_{loss}"] = peer_steps(config, dataset, length=length, loss=loss)
+    rounds = time_rounds(contestants, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
+    report = _report(config, rounds, length=length)
     print(json.dumps(report["results"], indent=1))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def _report(
-    config: ExperimentConfig, seconds: dict[str, list[float]], *, num_tokens: int, tokens_per_event: dict[str, int]
-) -> dict[str, Any]:
-    results = {}
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        results[name] = {
-            "tokens_per_s": round(num_tokens / median),
-            "events_per_s": round(num_tokens / median / tokens_per_event[name]),
-            "step_ms": {"median": 1e3 * median, "min": 1e3 * min(values), "max": 1e3 * max(values)},
-            "tokens_per_s_ratio_of_genrec_to_it": statistics.median(
-                other / own for other, own in zip(values, seconds["genrec"], strict=True)
-            ),
-        }
+def _report(config: ExperimentConfig, rounds: dict[str, list[Round]], *, length: int) -> dict[str, Any]:
     network = config.network
     return {
         "benchmark": "training steps on a CPU",
         "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "device": f"{_processor()}, {torch.get_num_threads()} threads",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "setting": {
             "users_per_batch": config.trainer.train_batch_size,
-            "tokens_per_batch": num_tokens,
+            "max_tokens_per_user": length,
             "hidden_size": network.hidden_size,
             "num_layers": network.num_layers,
             "num_attention_heads": network.num_attention_heads,
-            "rounds": len(next(iter(seconds.values()))),
+            "rounds": len(rounds[OURS]),
+            "steps_per_round": rounds[OURS][0].num_steps,
         },
-        "results": results,
+        "results": {name: _summary(own, rounds[OURS]) for name, own in rounds.items()},
     }
+
+
+def _summary(own: list[Round], ours: list[Round]) -> dict[str, Any]:
+    """Medians over rounds, with the extremes; the ratio is of rounds that ran one after the other."""
+    speeds = [entry.tokens_per_s for entry in own]
+    return {
+        "tokens_per_s": {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)},
+        "events_per_s": statistics.median(entry.num_events / entry.seconds for entry in own),
+        "step_ms": statistics.median(1e3 * entry.seconds / entry.num_steps for entry in own),
+        "genrec_tokens_per_s_over_this": statistics.median(
+            a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, own, strict=True)
+        ),
+    }
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _parser() -> argparse.ArgumentParser:
