@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py [--gin-config-file movielens_100k_ranking.gin] [--seeds 1 2 3] [--output FILE]
 
-Each seed is a run of examples/pretrain_gr_ranking.py in a folder of its own, with a fresh start and its final evaluation
+Each seed is a run of examples/pretrain_gr_ranking.py in a folder of its own, with its final evaluation
 on valid and test. The seconds are those of the whole run: start, training, all evaluations, report.
 """
 
