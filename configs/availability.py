@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genrec.configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentConfig, UnavailableError
+from genrec.configs.schema import (
+    LATER_DATASET_NAMES,
+    MOVIELENS_NAMES,
+    BenchmarkDatasetArgs,
+    DynamicEmbeddingArgs,
+    ExperimentConfig,
+    UnavailableError,
+)
 
 
 def check_available(config: ExperimentConfig, *, device_type: str) -> None:
@@ -45,6 +52,8 @@ def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:
 def _missing_of_data(config: ExperimentConfig) -> Iterator[str]:
     dataset = config.dataset
     if not isinstance(dataset, BenchmarkDatasetArgs):
+        if dataset.dataset_name in LATER_DATASET_NAMES:
+            yield f"DatasetArgs.dataset_name = {dataset.dataset_name!r}, {', '.join(map(repr, MOVIELENS_NAMES))} are"
         return
     for table in dataset.embedding_args:
         if isinstance(table, DynamicEmbeddingArgs):

@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from genrec.configs.checks import refusal, require
 from genrec.configs.errors import ConfigError
 
 if TYPE_CHECKING:
-    from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig
+    from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig, NetworkArgs
 
 DIGEST_IGNORES = ("output_dir", "resume", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints")
 
@@ -47,7 +48,10 @@ def check_experiment(config: ExperimentConfig) -> None:
     """Refuse what the classes allow one by one but not together. Raises ConfigError."""
     _check_task(config)
     if config.dataset.max_num_candidates == 0:
-        _check_loss_on_history(config)
+        _check_loss_on_history(config.network)
+    # Prepared datasets have actions.
+    if getattr(config.dataset, "action_feature_name", "action") is not None:
+        _check_target_groups(config.network)
     heads, parallel_size = config.network.num_attention_heads, config.tensor_parallel.tensor_model_parallel_size
     allowed = f"must be a multiple of tensor_model_parallel_size = {parallel_size}"
     require(config.network, "num_attention_heads", heads % parallel_size == 0, allowed)
@@ -59,14 +63,33 @@ def _check_task(config: ExperimentConfig) -> None:
         raise ConfigError(f"a {wanted} run needs {wanted.capitalize()}Args and takes no {other.capitalize()}Args")
 
 
-def _check_loss_on_history(config: ExperimentConfig) -> None:
+def fields_that_look_ahead(network: NetworkArgs) -> Iterator[tuple[str, str]]:
+    """Fields through which a history position sees what comes after it, and what each would have to be."""
+    if not network.is_causal:
+        yield "is_causal", "True"
+    if network.contextual_mask == "history" and not network.disable_contextual_mask:
+        yield "contextual_mask", "'prefix'"
+    if network.use_time_encoding and network.time_encoding_reference == "last":
+        yield "time_encoding_reference", "'previous'"
+
+
+def _check_loss_on_history(network: NetworkArgs) -> None:
     """With the loss on history positions, nothing may let a position see what comes after it."""
-    network, because = config.network, "when DatasetArgs.max_num_candidates = 0, since it shows the future to the loss"
-    require(network, "is_causal", network.is_causal, f"must be True {because}")
-    require(network, "contextual_mask", network.contextual_mask == "prefix", f"must be 'prefix' {because}")
-    if network.use_time_encoding:
-        previous = network.time_encoding_reference == "previous"
-        require(network, "time_encoding_reference", previous, f"must be 'previous' {because}")
+    for name, wanted in fields_that_look_ahead(network):
+        because = "when DatasetArgs.max_num_candidates = 0, since it shows the future to the loss"
+        raise refusal(network, name, f"must be {wanted} {because}")
+
+
+def _check_target_groups(network: NetworkArgs) -> None:
+    """A candidate's item may see neither its own action nor another candidate's, which tell the labels.
+
+    Without actions groups may have any size: no token of a candidate then tells a label.
+    """
+    size = network.target_group_size
+    others = "must be 1 or 2 with actions, since a larger group shows a candidate the labels of those before it"
+    require(network, "target_group_size", size <= 2, others)
+    own = f"must be True with actions and target_group_size = {size}, since a candidate would see its own label"
+    require(network, "is_causal", network.is_causal or size == 1, own)
 
 
 def digest(config: ExperimentConfig) -> str:

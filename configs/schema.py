@@ -31,21 +31,18 @@ from genrec.configs.errors import ConfigError as ConfigError
 from genrec.configs.errors import UnavailableError as UnavailableError
 from genrec.configs.errors import UserError as UserError
 
-DATASET_NAMES = (
-    "ml-100k",
-    "ml-1m",
-    "ml-20m",
-    "ml-25m",
-    "kuairand-pure",
-    "kuairand-1k",
-    "kuairand-27k",
-    "custom",
-)
+MOVIELENS_NAMES = ("ml-100k", "ml-1m", "ml-20m", "ml-25m")
+LATER_DATASET_NAMES = ("kuairand-pure", "kuairand-1k", "kuairand-27k", "custom")  # this version doesn't have them yet
+DATASET_NAMES = (*MOVIELENS_NAMES, *LATER_DATASET_NAMES)
+SPLIT_RULES = ("leave_last", "user", "global_time")
+KERNEL_BACKENDS = ("auto", "cutlass", "triton", "pytorch")
+CONTEXTUAL_MASKS = ("prefix", "history")
 SHARDING_TYPES = ("data_parallel", "model_parallel", "row_wise", "table_wise", "column_wise", "auto")
 RANKING_METRICS = ("AUC", "GAUC", "NE", "LogLoss", "Accuracy")
 RETRIEVAL_METRIC = re.compile(r"(HR|NDCG|MRR)@[1-9][0-9]*")
 ATTENTION_QUANTIZATIONS = ("bf16", "fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor")
 KV_CHANNELS_MULTIPLE = 8
+MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,7 @@ class TrainerArgs:
         require_at_least(self, 1, "train_batch_size", "eval_batch_size", "log_interval", "max_train_iters")
         require_at_least(self, 1, "max_eval_iters", "keep_checkpoints", "accumulate_steps")
         require_at_least(self, 0, "eval_interval", "seed", "profile_step_start", "warmup_steps")
+        require(self, "seed", self.seed <= MAX_SEED, "must be below 2**63, being kept in 64 bits")
         require_minus_one_or_positive(self, "ckpt_save_interval")
         require_positive(self, "grad_clip_norm")
         require_fraction(self, "min_lr_ratio", below_one=False)
@@ -99,6 +97,10 @@ class TrainerArgs:
         require_choice(self, "nonfinite", ("stop", "skip", "locate"))
         require_choice(self, "device", ("auto", "cpu", "cuda"))
         require(self, "output_dir", bool(self.output_dir), "must name a folder")
+        iters = self.max_train_iters
+        if iters is not None:
+            ends = self.warmup_steps < iters
+            require(self, "warmup_steps", ends, f"must be below max_train_iters = {iters}, or warm-up never ends")
         if self.profile:
             start = self.profile_step_start
             later = self.profile_step_end > start
@@ -130,7 +132,7 @@ class DatasetArgs:
         require_choice(self, "dataset_name", DATASET_NAMES)
         self._resolve_alias()
         require_at_least(self, 0, "max_num_candidates", "num_workers")
-        require_choice(self, "split", ("leave_last", "user", "global_time"))
+        require_choice(self, "split", SPLIT_RULES)
         require_unique(self, "contextual_features")
         require_unique(self, "item_features")
         require_fraction(self, "event_dropout")
@@ -287,7 +289,7 @@ class NetworkArgs:
     is_causal: bool = True
     dtype_str: str = "bfloat16"  # "bfloat16", "float16", (genrec) "float32"
     kernel_backend: str = "auto"  # (genrec) "auto", "cutlass", "triton", "pytorch"
-    target_group_size: int = 1
+    target_group_size: int = 1  # candidate tokens that see each other; with actions 1 or 2, an item and its action
     num_position_buckets: int = 8192  # (genrec) 0: no position encoding
     recompute_input_layernorm: bool = False
     recompute_input_silu: bool = False
@@ -305,7 +307,7 @@ class NetworkArgs:
     contextual_mask: str = "prefix"  # "prefix", "history"
     max_attn_len: int = 0
     attn_alpha: float | None = None  # None: 1 / sqrt(kv_channels)
-    qk_bias_init: float = 0.0  # start value of the query and key biases; positive: attention starts as an average
+    qk_bias_init: float = 0.0  # initialization of the query and key biases; positive: attention starts as an average
     action_fusion: str = "none"  # "none": the action token is the action's embedding; "add": plus its item's
     embedding_init_std: float | None = None  # None: 1 / sqrt(rows) uniform, as TorchRec
     item_feature_scale: float = 1.0  # of what DatasetArgs.item_features add to the items' embeddings
@@ -323,12 +325,12 @@ class NetworkArgs:
         require_minus_one_or_positive(self, "item_embedding_dim", "contextual_embedding_dim", "scaling_seqlen")
         require_at_least(self, 0, "max_attn_len")
         require_choice(self, "dtype_str", ("bfloat16", "float16", "float32"))
-        require_choice(self, "kernel_backend", ("auto", "cutlass", "triton", "pytorch"))
+        require_choice(self, "kernel_backend", KERNEL_BACKENDS)
         require_choice(self, "relative_bias", ("auto", "none", "table", "smooth"))
         require_choice(self, "layer_style", ("recsys_examples", "dlrm_v3", "research"))
         require_choice(self, "output_norm", ("layer", "group"))
         require_choice(self, "time_encoding_reference", ("last", "previous"))
-        require_choice(self, "contextual_mask", ("prefix", "history"))
+        require_choice(self, "contextual_mask", CONTEXTUAL_MASKS)
         require_choice(self, "action_fusion", ("none", "add"))
         require(self, "qk_bias_init", abs(self.qk_bias_init) < float("inf"), "must be finite")
         self._check_layer_style()
@@ -340,6 +342,14 @@ class NetworkArgs:
             require(self, "output_norm", self.output_norm == "layer", f"must be 'layer' with layer_style = {style!r}")
         if style == "research":
             require(self, "qk_bias_init", self.qk_bias_init == 0, "must be 0: layer_style 'research' has no biases")
+
+    @property
+    def history_is_causal(self) -> bool:
+        """Whether a history position knows nothing of later events, so that a loss or a score on it is honest.
+
+        Training without candidates and evaluation in the "sequential" protocol look at such positions.
+        """
+        return not any(combinations.fields_that_look_ahead(self))
 
 
 @dataclass(frozen=True)
@@ -409,6 +419,11 @@ class RankingArgs:
             require(self, "task_weights", matching, f"must have num_tasks = {self.num_tasks} numbers")
             valid = all(0 <= weight < float("inf") for weight in weights) and sum(weights) > 0
             require(self, "task_weights", valid, "must be finite, at least 0, and not all 0")
+
+    @property
+    def is_k_class(self) -> bool:
+        """Whether the label is one of k classes; else it is a mask with a bit a task."""
+        return self.num_tasks == 1 and self.prediction_head_arch[-1] > 1
 
 
 @dataclass(frozen=True)

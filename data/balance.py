@@ -1,7 +1,7 @@
 """Shares a global batch among ranks so that their work is even, from lengths alone: no rank exchanges rows.
 
-The work of a sequence of L events grows as L^2 (attention) plus a linear part (projections and MLPs). Ranks get equally
-many users (counts differ by one at most), and every rank computes the same partition by itself.
+The work of a sequence of L events is taken as L^2, attention's. Ranks get equally many users (counts differ by one at
+most), and every rank computes the same partition by itself.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import heapq
 import numpy as np
 
 
-def sequence_costs(lengths: np.ndarray, *, linear: float = 0.0) -> np.ndarray:
-    """L^2 + linear * L for lengths (N,), float64. ``linear`` is the length at which both parts weigh the same."""
-    lengths = lengths.astype(np.float64)
-    return lengths * (lengths + linear)
+def sequence_costs(lengths: np.ndarray) -> np.ndarray:
+    """L^2 for lengths (N,), float64."""
+    return lengths.astype(np.float64) ** 2
 
 
 def partition(costs: np.ndarray, num_parts: int) -> list[np.ndarray]:

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from genrec.configs.schema import UserError
+from genrec.configs.schema import ConfigError, UserError
 
 FORMAT_VERSION = 2
 SPLIT_NAMES = ("train", "valid", "test")
@@ -71,8 +71,9 @@ class DatasetMetadata:
     contextual_features: feature name to vocabulary rows, in the order of the context tokens.
     item_features: name to what its ids are. num_actions: action classes, 0 for data without actions.
     label_bits: (name, smallest class that sets the bit), bit 0 first. positive_class: that class of bit 0.
-    num_events: events in the source; num_targets and num_rows: per split. dropped: reason to count of events or users
-    left out; notes: further counts (users too short to split, in one file only, without events). files: path to sha256.
+    num_events: events in the source; num_targets and num_rows: per split. dropped: reason to count of events
+    in the source that no row holds, {} where every event is in one; notes: further counts (users too short to split,
+    in one file only, without events). files: path to sha256.
     """
 
     name: str
@@ -134,6 +135,16 @@ def read_metadata(directory: Path | str) -> DatasetMetadata:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from error
+
+
+def check_dataset_name(metadata: DatasetMetadata, dataset_name: str, *, directory: Path | str) -> None:
+    """Raises ConfigError, naming both, unless ``metadata``, read from ``directory``, is of dataset ``dataset_name``."""
+    if metadata.name != dataset_name:
+        raise ConfigError(
+            f"DatasetArgs.dataset_name = {dataset_name!r}, but {directory} holds {metadata.name!r}: bind that, or the "
+            f"folder of {dataset_name!r} as DatasetArgs.dataset_path",
+            "DatasetArgs.dataset_name",
+        )
 
 
 def label_mask_table(metadata: DatasetMetadata) -> list[int]:

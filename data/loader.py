@@ -39,7 +39,7 @@ class SequenceLoader:
     max_history_seqlen, max_num_candidates: events. batch_size: sequences a rank. contextual_features: None for all.
     item_features: names of features of the items that each event gets. event_dropout: share of a training sequence's
     events left out, drawn anew each epoch; candidates and at least one event always stay.
-    balanced: ranks share each global batch by cost, L^2 + balance_linear * L (balance.py).
+    balanced: ranks share each global batch by cost, L^2 (balance.py).
 
     Raises:
         DataError: an argument that cannot be; while iterating, an id outside its table or a damaged file.
@@ -63,8 +63,6 @@ class SequenceLoader:
         event_dropout: float = 0.0,
         num_workers: int = 0,
         balanced: bool = False,
-        balance_linear: float = 0.0,
-        drop_last: bool = False,
         pin_memory: bool = False,
     ) -> None:
         check_one_of(mode, field_name="mode", allowed=MODES)
@@ -98,10 +96,9 @@ class SequenceLoader:
             rank=rank,
             world_size=world_size,
             shuffle=shuffle,
-            balance_linear=balance_linear if balanced else None,
+            balanced=balanced,
         )
         self._global_batch_size = batch_size * world_size
-        self._drop_last = drop_last
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._epoch = 0
@@ -158,8 +155,7 @@ class SequenceLoader:
 
     def _places(self, first: int) -> range:
         """Where in the epoch's order the global batches from ``first`` on start."""
-        stop = len(self.plan) - (self._global_batch_size - 1 if self._drop_last else 0)
-        return range(first, max(stop, first), self._global_batch_size)
+        return range(first, len(self.plan), self._global_batch_size)
 
 
 class _BatchesByPlace(Dataset[Batch | DataError]):
@@ -175,21 +171,21 @@ class _BatchesByPlace(Dataset[Batch | DataError]):
         rank: int,
         world_size: int,
         shuffle: bool,
-        balance_linear: float | None,
+        balanced: bool,
     ) -> None:
         self.dataset, self.plan, self.options = dataset, plan, options
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.shuffle, self.balance_linear = shuffle, balance_linear
+        self.shuffle, self.balanced = shuffle, balanced
         self._order: tuple[int, np.ndarray] | None = None
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | DataError:
         epoch, place = key
         windows = self._epoch_order(epoch)[place : place + self.batch_size * self.world_size]
-        if self.balance_linear is None:
-            share = np.array_split(windows, self.world_size)[self.rank]
-        else:
-            costs = sequence_costs(self.plan.lengths[windows], linear=self.balance_linear)
+        if self.balanced:
+            costs = sequence_costs(self.plan.lengths[windows])
             share = windows[partition(costs, self.world_size)[self.rank]]
+        else:
+            share = np.array_split(windows, self.world_size)[self.rank]
         try:
             return collate(self.dataset, self.plan, share, options=self.options, epoch=epoch)
         except DataError as error:

@@ -146,6 +146,7 @@ def open_movielens(dataset: MovieLens, path: Path, *, origin: str) -> Iterator[E
         yield EventSource(
             name=dataset.name,
             origin=origin,
+            path=path,
             hash=_source_hash(dataset, ratings, items, files),
             events=events,
             users=users,

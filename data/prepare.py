@@ -1,14 +1,19 @@
-"""Turns a named source into a prepared dataset, atomically; a second run with the same source does nothing."""
+"""Turns a named source into a prepared dataset, atomically; a second run with the same source does nothing.
+
+Only a damaged version of the same dataset, or one in another format, is ever replaced.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from genrec.configs.schema import UnavailableError
+from genrec.configs.schema import DATASET_NAMES, LATER_DATASET_NAMES, MOVIELENS_NAMES, UnavailableError
 from genrec.data.format import DataError, DatasetMetadata, check_one_of, read_metadata
 from genrec.data.movielens import MOVIELENS, MovieLens, open_movielens
 from genrec.data.source import EventSource
@@ -18,8 +23,6 @@ from genrec.data.writer import write_dataset
 
 logger = logging.getLogger(__name__)
 
-LATER_DATASETS = ("kuairand-pure", "kuairand-1k", "kuairand-27k", "custom")
-DATASETS = (*MOVIELENS, *LATER_DATASETS)
 LOCAL = "local"
 DEFAULT_HOLDOUT = 10
 DEFAULT_SPLIT_SEED = 1234
@@ -37,48 +40,68 @@ def prepare(
     """Prepares dataset ``name`` in ``output`` and returns its metadata.
 
     source: a folder or zip with the published files; None fetches them. Nothing is done when ``output`` already holds
-    the same source (by hash; without ``source``, one that was fetched and checked) split the same way.
+    the same source (by hash; without ``source``, one that was fetched and checked) split the same way. A damaged
+    dataset of that name, split and source, or one in another format, is prepared again.
 
     Raises:
-        DataError: unknown name or split, source missing or damaged, ``output`` is something else.
+        DataError: unknown name or split, source missing or damaged, ``output`` holds something else, another
+            dataset included.
         UnavailableError: a dataset that this version cannot prepare yet.
     """
-    check_one_of(name, field_name="dataset", allowed=DATASETS)
-    if name in LATER_DATASETS:
-        raise UnavailableError(f"dataset {name!r} is not available in this version, which has {', '.join(MOVIELENS)}")
+    check_one_of(name, field_name="dataset", allowed=DATASET_NAMES)
+    if name in LATER_DATASET_NAMES:
+        available = ", ".join(MOVIELENS_NAMES)
+        raise UnavailableError(f"dataset {name!r} is not available in this version, which has {available}")
     check_split(split, holdout=holdout)
     dataset = MOVIELENS[name]
-    options = split_options(split, holdout=holdout, seed=seed)
-    existing = _existing(output)
-    if existing is not None and not (_matches(existing, name, options) and _is_whole(existing, output)):
-        existing = None
+    _check_same(output, {"name": name, "split": split_options(split, holdout=holdout, seed=seed)})
+    existing = _whole(output)
     if existing is not None and source is None and existing.source != LOCAL:
         logger.info("%s already holds %s, nothing to do", output, name)
         return existing
     with ExitStack() as stack:
         events = _open(dataset, source, stack)
-        if existing is not None and existing.source_hash == events.hash:
+        _check_same(output, {"source_hash": events.hash})
+        if existing is not None:
             logger.info("%s already holds %s, nothing to do", output, name)
             return existing
         return _write_atomically(events, output, rule=split, holdout=holdout, seed=seed)
 
 
-def _existing(output: Path) -> DatasetMetadata | None:
-    """The metadata of a dataset in ``output``; None if nothing is there or it has another version or is damaged."""
+def _check_same(output: Path, wanted: dict[str, Any]) -> None:
+    """Raises DataError unless ``output`` is free, or holds a dataset whose metadata has the ``wanted`` values.
+
+    Reads the metadata as they are, so that a damaged dataset or one in another format is known for what it is.
+    """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return None
-    if not (output / "metadata.json").is_file():
+        return
+    path = output / "metadata.json"
+    if not path.is_file():
         raise DataError(f"output {output} exists and is not a prepared dataset: give another folder")
     try:
-        return read_metadata(output)
+        held = json.loads(path.read_text(encoding="utf-8"))
+        # global_time adds the cuts it found to its options.
+        split = {option: value for option, value in held["split"].items() if option != "cut_timestamps"}
+        known = {"name": held["name"], "split": split, "source_hash": held["source_hash"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        damage = f"{path} is damaged ({type(error).__name__}: {error}), so that it may be any dataset"
+        raise DataError(f"{damage}: give another folder or delete {output}") from error
+    for field_name, value in wanted.items():
+        if known[field_name] != value:
+            other = f"its {field_name} is {known[field_name]!r} instead of {value!r}"
+            raise DataError(f"output {output} holds another dataset, {other}: give another folder or delete it")
+
+
+def _whole(output: Path) -> DatasetMetadata | None:
+    """The metadata of a dataset in ``output``; None if there is none, it has another format or is damaged."""
+    if not (output / "metadata.json").is_file():
+        return None
+    try:
+        existing = read_metadata(output)
     except DataError as error:
         logger.info("preparing again: %s", error)
         return None
-
-
-def _matches(existing: DatasetMetadata, name: str, options: dict[str, object]) -> bool:
-    # global_time adds the cuts it found to its options.
-    return existing.name == name and {key: existing.split.get(key) for key in options} == options
+    return existing if _is_whole(existing, output) else None
 
 
 def _is_whole(existing: DatasetMetadata, output: Path) -> bool:

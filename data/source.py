@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import polars as pl
 
@@ -17,11 +18,13 @@ class EventSource:
     so that a source larger than memory is streamed. users: user_id and one column a contextual feature, in the order of
     the context tokens; may lack users that have events. items: the catalogue, item_id (Int64) and one List(String)
     column an item feature, the names of the item's values, empty for none; may lack items that have events.
-    origin: where it came from, for the reader. hash: sha256 that changes when the prepared result would.
+    origin: where it came from, for the reader. path: the folder or file that was read, for errors. hash: sha256 that
+    changes when the prepared result would.
     """
 
     name: str
     origin: str
+    path: Path
     hash: str
     events: pl.LazyFrame
     users: pl.DataFrame

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from genrec.configs.schema import SPLIT_RULES
 from genrec.data.format import SPLIT_NAMES, DataError, check_one_of
 from genrec.data.source import EventSource
 
-SPLIT_RULES = ("leave_last", "user", "global_time")
 TRAIN_USERS = 0.70
 GLOBAL_TIME_CUTS = (0.8, 0.9)
 

@@ -74,14 +74,14 @@ def write_dataset(
 def _read_tables(source: EventSource) -> _Tables:
     counted = source.events.group_by("user_id").agg(pl.len().cast(pl.Int64).alias("n")).collect(engine="streaming")
     if counted.is_empty():
-        raise DataError(f"{source.origin} has no events")
+        raise DataError(f"{source.path} has no events")
     listed = source.users.select("user_id")
     users = pl.concat([listed, counted.select("user_id")]).unique().sort("user_id")
     rated = source.events.select("item_id").unique().collect(engine="streaming")["item_id"]
     item_ids = pl.concat([source.items["item_id"], rated]).unique().sort()
     for column, ids in (("user", users["user_id"]), ("item", item_ids)):
         if ids[0] is None or ids[0] < 0:
-            raise DataError(f"{source.origin} has the {column} id {ids[0]}, allowed are whole numbers from 0")
+            raise DataError(f"{source.path} has the {column} id {ids[0]}, allowed are whole numbers from 0")
     num_events = users.join(counted, on="user_id", how="left", maintain_order="left")["n"].fill_null(0).to_numpy()
     profiles = users.join(source.users.unique("user_id", keep="first"), on="user_id", how="left", maintain_order="left")
     contexts, vocabularies = {}, {}
@@ -158,6 +158,13 @@ def _table(
     return pa.table(columns)
 
 
+def _dropped(num_events: np.ndarray, plan: SplitPlan) -> dict[str, int]:
+    """Reason to count of the events, of users with ``num_events (U,)``, that are in no row; {} where there are none."""
+    held = [np.where(plan.is_written(split), plan.num_events[split], 0) for split in SPLIT_NAMES]
+    count = int((num_events - np.maximum.reduce(held)).sum())
+    return {"events_in_no_split": count} if count else {}
+
+
 def _metadata(source: EventSource, tables: _Tables, plan: SplitPlan, files: dict[str, str]) -> DatasetMetadata:
     return DatasetMetadata(
         name=source.name,
@@ -175,6 +182,7 @@ def _metadata(source: EventSource, tables: _Tables, plan: SplitPlan, files: dict
         num_events=int(tables.num_events.sum()),
         num_targets={split: int(plan.num_targets[split].sum()) for split in SPLIT_NAMES},
         num_rows={split: int(plan.is_written(split).sum()) for split in SPLIT_NAMES},
+        dropped=_dropped(tables.num_events, plan),
         notes={**tables.notes, "users_too_short_to_split": plan.num_short_users},
         files=files,
     )

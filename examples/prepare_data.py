@@ -11,16 +11,15 @@ import logging
 import sys
 from pathlib import Path
 
-from genrec.configs.schema import UserError
+from genrec.configs.schema import DATASET_NAMES, SPLIT_RULES, UserError
 from genrec.data.format import DatasetMetadata
-from genrec.data.prepare import DATASETS, DEFAULT_HOLDOUT, DEFAULT_SPLIT_SEED, prepare
-from genrec.data.splits import SPLIT_RULES
+from genrec.data.prepare import DEFAULT_HOLDOUT, DEFAULT_SPLIT_SEED, prepare
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dataset", required=True, help=f"one of {', '.join(DATASETS)}")
+    parser.add_argument("--dataset", required=True, help=f"one of {', '.join(DATASET_NAMES)}")
     parser.add_argument("--output", required=True, type=Path, help="folder to write")
     parser.add_argument("--source", type=Path, help="folder or zip with the published files; default: fetch them")
     parser.add_argument("--split", default="leave_last", help=f"one of {', '.join(SPLIT_RULES)}")

@@ -42,17 +42,6 @@ class HSTUEncoder(nn.Module):
         self.block = HSTUBlock(network, max_seqlen_tokens=max_seqlen_tokens, precision=precision)
         self.postprocessor = HSTUPostprocessor(l2_norm=l2_norm)
 
-    @property
-    def history_is_causal(self) -> bool:
-        """Whether a history token's state knows nothing of later events, so that scoring history positions is honest.
-
-        Evaluation in the "sequential" protocol scores them, and so does training without candidates.
-        """
-        network = self.network
-        contexts_look_ahead = network.contextual_mask == "history" and not network.disable_contextual_mask
-        times_look_ahead = network.use_time_encoding and network.time_encoding_reference == "last"
-        return network.is_causal and not contexts_look_ahead and not times_look_ahead
-
     def forward(self, inputs: HSTUInputs, *, num_labelled: Tensor, num_states: int | None = None) -> Tensor:
         """(N, hidden_size), N = num_labelled.sum(): each user's last ``num_labelled`` (B,) events, in order.
 

@@ -39,11 +39,6 @@ class JaggedSequence:
         return self.values.shape[0] - self.num_padding
 
     @property
-    def num_users(self) -> int:
-        """B."""
-        return self.offsets.shape[0] - 1
-
-    @property
     def lengths(self) -> Tensor:
         """(B,) tokens a user."""
         return self.offsets[1:] - self.offsets[:-1]

@@ -117,7 +117,7 @@ class HSTULayer(nn.Module):
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
-        """The start value that its parts don't set themselves: the query and key part of b1."""
+        """The initialization that its parts don't set themselves: the query and key part of b1."""
         if self.uvqk.bias is not None:
             with torch.no_grad():
                 self.uvqk.bias[self.uvqk.out_features // 2 :] = self.network.qk_bias_init

@@ -1,8 +1,10 @@
 """From embeddings to tokens: interleave, project, concatenate, encode, drop out, pad.
 
 A user with contexts x, y and events 1, 2 (item i, action a) becomes ``x y i1 a1 i2 a2``; without actions ``x y i1 i2``.
-Candidates are the last events of a user and are laid out like the others; being targets, and causal within their group,
-a candidate's item token never sees its own action.
+Candidates are the last events of a user and are laid out like the others, as targets: each sees contexts, history and,
+of the candidates, its own group of ``target_group_size`` tokens alone. So that a candidate's item token sees no action
+of a candidate, neither its own nor another's, the configuration allows two groupings with actions: groups of 1, and
+groups of 2 (an item and its action) with ``is_causal``. The mask itself takes any.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class HSTUPreprocessor(nn.Module):
         self.fuse_actions = network.action_fusion == "add"
         self.dropout = network.hidden_dropout if network.embedding_dropout is None else network.embedding_dropout
         self.dtype = DTYPES[network.dtype_str]
-        self.pad_multiple = (precision.pad_multiple if precision is not None else None) or 1
+        self.pad_multiple = 1
+        if precision is not None and precision.mixed_precision_dtype is not None:
+            self.pad_multiple = precision.pad_multiple or 1
         self.keeps_timestamps = relative_bias_kind(network) != "none"
         self.time_reference = network.time_encoding_reference if network.use_time_encoding else None
         self.item_mlp = _projection(item_dim, network.hidden_size, precision)

@@ -41,7 +41,6 @@ class TableSpec:
     feature_names: tuple[str, ...]
     num_embeddings: int
     embedding_dim: int
-    sharding_type: str = "auto"
 
 
 def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None) -> tuple[TableSpec, ...]:
@@ -93,7 +92,6 @@ def _listed_tables(dataset: BenchmarkDatasetArgs, layout: FeatureLayout, network
                 feature_names=names,
                 num_embeddings=args.item_vocab_size_or_capacity,
                 embedding_dim=dims.pop(),
-                sharding_type=args.sharding_type,
             )
         )
     return tuple(tables)

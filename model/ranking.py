@@ -99,7 +99,7 @@ class RankingModel(nn.Module):
 
     @property
     def num_tasks(self) -> int:
-        """Columns of ``scores`` and ``main_label``."""
+        """Columns of ``scores`` and ``binary_labels``."""
         return self.args.num_tasks
 
     def forward(self, batch: Batch) -> RankingOutput:
@@ -115,24 +115,24 @@ class RankingModel(nn.Module):
         float64, because in float32 all logits beyond 17 become the same 1.0.
         """
         logits = output.logits.detach().double()
-        if _is_k_class(self.args):
+        if self.args.is_k_class:
             return logits.softmax(dim=1)[:, self.positive_class :].sum(dim=1, keepdim=True)
         return logits.sigmoid()
 
-    def main_label(self, labels: Tensor) -> Tensor:
+    def binary_labels(self, labels: Tensor) -> Tensor:
         """(N,) labels -> (N, num_tasks) int64: 1 where positive, what ``scores`` predicts."""
-        if _is_k_class(self.args):
+        if self.args.is_k_class:
             return (labels >= self.positive_class).long().unsqueeze(1)
         return label_bits(labels, self.num_tasks)
 
     def hits(self, output: RankingOutput) -> Tensor:
         """(N, num_tasks) bool: whether the likeliest class is the label, or each bit is on the right side of 0.5."""
-        if _is_k_class(self.args):
+        if self.args.is_k_class:
             return (output.logits.argmax(dim=1) == output.labels).unsqueeze(1)
         return (output.logits > 0) == label_bits(output.labels, self.num_tasks).bool()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if _is_k_class(self.args):
+        if self.args.is_k_class:
             return class_loss(logits, labels)
         return multi_task_loss(logits, labels, self.args.task_weights or (1.0,) * self.num_tasks)
 
@@ -142,21 +142,17 @@ def check_labels(args: RankingArgs, metadata: DatasetMetadata | None) -> Ranking
     width = args.prediction_head_arch[-1]
     if metadata is None:
         return args
-    if _is_k_class(args) and width < metadata.num_actions:
+    if args.is_k_class and width < metadata.num_actions:
         raise ConfigError(
             f"RankingArgs.prediction_head_arch ends in {width} classes, but dataset {metadata.name!r} has"
             f" {metadata.num_actions}"
         )
-    if not _is_k_class(args) and args.num_tasks > len(metadata.label_bits):
+    if not args.is_k_class and args.num_tasks > len(metadata.label_bits):
         raise ConfigError(
             f"RankingArgs.num_tasks is {args.num_tasks}, but dataset {metadata.name!r} has {len(metadata.label_bits)}"
             f" label bits ({', '.join(name for name, _ in metadata.label_bits)})"
         )
     return args
-
-
-def _is_k_class(args: RankingArgs) -> bool:
-    return args.num_tasks == 1 and args.prediction_head_arch[-1] > 1
 
 
 def _positive_class(args: RankingArgs, metadata: DatasetMetadata | None) -> int:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,17 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is not on this machine", name=name)
 
 sys.meta_path.insert(0, Absent())
+import torch
+
+def refuse_cuda():
+    raise RuntimeError("an import initialises CUDA")
+
+torch.cuda._lazy_init = refuse_cuda  # what every use of CUDA calls first, also on a machine without
 modules, scripts = sys.argv[1].split(","), sys.argv[2].split(",")
 for name in modules:
     importlib.import_module(name)
 for script in filter(None, scripts):
     runpy.run_path(script, run_name="not_main")
-import torch
-assert not torch.cuda.is_initialized(), "an import initialised CUDA"
 print(len(modules), len(scripts))
 """
 
@@ -48,13 +53,38 @@ def module_name(path):
     return ".".join(("genrec", *parts)).removesuffix(".__init__")
 
 
-def test_every_module_imports_without_gpu_packages():
-    names = ",".join(module_name(path) for path in MODULES)
-    scripts = ",".join(str(path) for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py"))
-    command = [sys.executable, "-c", LEAN_IMPORT, names, scripts]
+def import_lean(names, scripts):
+    command = [sys.executable, "-c", LEAN_IMPORT, ",".join(names), ",".join(map(str, scripts))]
     environment = {"PYTHONPATH": str(ROOT / ".pkgroot"), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_every_module_imports_without_gpu_packages_and_leaves_cuda_alone():
+    scripts = [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    result = import_lean([module_name(path) for path in MODULES], scripts)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import torch; torch.cuda.current_device()", "an import initialises CUDA"),
+        ("import torch; torch.cuda.manual_seed(0); torch.zeros(1).cuda()", "an import initialises CUDA"),
+        ("import triton", "triton is not on this machine"),
+    ],
+)
+def test_an_import_that_needs_a_gpu_would_be_found(tmp_path, code, error):
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    result = import_lean(["genrec.configs.schema"], [script])
+    assert result.returncode != 0 and error in result.stderr
+
+
+def test_the_contract_on_configs_names_every_module_but_schema():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = next(one for one in settings["tool"]["importlinter"]["contracts"] if one["id"] == "schema")
+    modules = {module_name(path) for path in (ROOT / "configs").glob("*.py")}
+    assert set(contract["forbidden_modules"]) == modules - {"genrec.configs", "genrec.configs.schema"}
 
 
 def test_torchrec_distributed_is_imported_in_training_alone():

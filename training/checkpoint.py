@@ -7,12 +7,13 @@
             .metadata, *.distcp     tensors, by torch.distributed.checkpoint
             rank_00000.json         what a rank holds on the host: step, loader cursor, random states
             config.gin, operative_config.gin, config.json
-            manifest.json           the size of every other file; a copy cut short is found by it
+            manifest.json           SHA-256 of every other file; a copy cut short or a flipped bit is found by it
         .writing_step_00000030/ a crash interrupted this one: ignored, and removed by the next save
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -87,8 +88,8 @@ class CheckpointStore:
     def _finish(self, writing: Path, final: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             write_synced(writing / name, text)
-        sizes = {p.name: p.stat().st_size for p in sorted(writing.iterdir())}
-        write_synced(writing / MANIFEST, json.dumps(sizes, indent=1))
+        digests = {p.name: _digest(p) for p in sorted(writing.iterdir())}
+        write_synced(writing / MANIFEST, json.dumps(digests, indent=1))
         sync_directory(writing)
         if final.exists():  # never a whole one: a run continues from the newest whole checkpoint and goes beyond it
             self._remove(final)
@@ -121,14 +122,14 @@ def newest_checkpoint(directory: Path) -> Path | None:
 def find_fault(path: Path) -> str | None:
     """Why ``path`` is not a whole checkpoint, None if it is one."""
     try:
-        sizes = json.loads((path / MANIFEST).read_text())
+        digests = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
         return f"it has no readable {MANIFEST}"
-    for name, size in sizes.items():
+    for name, digest in digests.items():
         if not (path / name).is_file():
             return f"its file {name} is missing"
-        if (path / name).stat().st_size != size:
-            return f"its file {name} has {(path / name).stat().st_size} bytes instead of {size}"
+        if _digest(path / name) != digest:
+            return f"its file {name} is not what was written"
     return None
 
 
@@ -219,6 +220,11 @@ def _on_disk(action: Callable[[], None]) -> None:
             raise
         reason = str(cause).strip().splitlines()[0]
         raise CheckpointError(f"cannot write a checkpoint: {reason}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _by_step(directory: Path) -> list[Path]:

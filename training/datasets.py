@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig
-from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, read_metadata
+from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, check_dataset_name, read_metadata
 from genrec.data.loader import SequenceDataset, SequenceLoader
 from genrec.data.synthetic import SyntheticLoader
 from genrec.training.evaluation import PROTOCOLS, read_item_vocabulary
@@ -27,6 +27,7 @@ def read_run_metadata(config: ExperimentConfig) -> DatasetMetadata | None:
     if isinstance(config.dataset, BenchmarkDatasetArgs):
         return None
     metadata = read_metadata(dataset_directory(config.dataset))
+    check_dataset_name(metadata, config.dataset.dataset_name, directory=dataset_directory(config.dataset))
     rule = metadata.split.get("rule")
     if rule != config.dataset.split:
         raise ConfigError(
@@ -45,8 +46,7 @@ class RunData:
         self.metadata = read_run_metadata(config)
         self.rank = rank
         self.world_size = world_size
-        k_class = config.ranking.num_tasks == 1 and config.ranking.prediction_head_arch[-1] > 1
-        self.label: Label = "class" if k_class else "mask"
+        self.label: Label = "class" if config.ranking.is_k_class else "mask"
         self._splits: dict[str, SequenceDataset] = {}
         if isinstance(config.dataset, DatasetArgs):
             directory = dataset_directory(config.dataset)
@@ -54,10 +54,22 @@ class RunData:
 
     @property
     def protocols(self) -> tuple[str, ...]:
-        """The protocols of evaluation; synthetic data without candidates has nothing to freeze."""
+        """The protocols of evaluation that the configuration can have.
+
+        Synthetic data without candidates has nothing to freeze; and where history sees what comes after it, a score of
+        a history event, which is what "sequential" reads, would know the future.
+        """
         dataset = self.config.dataset
         synthetic_history = isinstance(dataset, BenchmarkDatasetArgs) and dataset.max_num_candidates == 0
-        return PROTOCOLS[:1] if synthetic_history else PROTOCOLS
+        possible = {"sequential": self.config.network.history_is_causal, "frozen": not synthetic_history}
+        return tuple(protocol for protocol in PROTOCOLS if possible[protocol])
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What tells this dataset from another: name, hash of its source, how it was split. None for synthetic data."""
+        if self.metadata is None:
+            return None
+        return {"name": self.metadata.name, "source_hash": self.metadata.source_hash, "split": self.metadata.split}
 
     def train_loader(self) -> SequenceLoader | SyntheticLoader:
         """The loader of the train split. Raises DataError where it has no batch."""

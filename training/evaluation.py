@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from genrec.data.batch import Batch
+from genrec.data.format import DataError
 from genrec.model.ranking import RankingModel
 from genrec.training.metrics import RankingMetrics
 from genrec.training.sharding import Ranks
@@ -92,19 +93,18 @@ def evaluate(
     metrics = make_metrics().to(ranks.device)
     num_targets = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
-    def run() -> None:
-        for batch in itertools.islice(loader, max_iters):
+    batches = iter(itertools.islice(loader, max_iters))
+    with undisturbed(model), torch.no_grad():
+        # All ranks have the same number of batches, so they end together.
+        while (batch := ranks.together(lambda: next(batches, None))) is not None:
             on_device = batch.to(ranks.device)
             output = model(on_device)
-            scores, labels = model.scores(output), model.main_label(output.labels)
+            scores, labels = model.scores(output), model.binary_labels(output.labels)
             user_ids = on_device.user_ids.repeat_interleave(on_device.num_labelled)
             metrics.update(scores, labels, user_ids, hits=model.hits(output))
             num_targets.add_(len(labels))
             if table is not None:
                 table.add(on_device, scores=scores, labels=labels)
-
-    with undisturbed(model), torch.no_grad():
-        ranks.together(run)
     return Evaluation(split, protocol, metrics.compute(), int(ranks.sum(num_targets)))
 
 
@@ -116,10 +116,16 @@ def labelled_events(batch: Batch) -> Tensor:
     return shift + torch.arange(len(shift), device=shift.device)
 
 
-def read_item_vocabulary(directory: Path) -> np.ndarray | None:
-    """Original id of each dense item id of a prepared dataset, None where it has no vocabulary file."""
+def read_item_vocabulary(directory: Path) -> np.ndarray:
+    """Original id of each dense item id of a prepared dataset. Raises DataError where its vocabulary can't be read."""
     path = directory / "vocabulary" / "item.parquet"
-    return polars.read_parquet(path).to_series(0).to_numpy() if path.is_file() else None
+    try:
+        return polars.read_parquet(path, columns=["original_id"])["original_id"].to_numpy()
+    except (OSError, polars.exceptions.PolarsError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"{path}, which has the items' original ids, cannot be read ({reason}): prepare the dataset again"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -46,13 +46,16 @@ def result_rows(results: Sequence[Line]) -> list[Row]:
 
 
 def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoints: Path) -> None:
-    """The final table: a row for each split, protocol and task; then where the outputs are."""
-    header, cells = _cells(results)
+    """The final table: a row for each split and protocol, of the first task; then where the outputs are."""
+    first = [{**line, "metrics": {k: v for k, v in line["metrics"].items() if "_task" not in k}} for line in results]
+    header, cells = _cells(first)
     table = Table(*header, title=f"results after step {results[-1]['step']}")
     for row in cells:
         table.add_row(*row)
     console = Console(soft_wrap=True)
     console.print(table)
+    if first != list(results):
+        console.print("of the first task; metrics.jsonl has the others too")
     if outputs:
         console.print(f"outputs: {', '.join(map(str, outputs))}")
     console.print(f"checkpoints: {checkpoints}")

@@ -17,19 +17,26 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from genrec.configs.schema import UserError
 from genrec.training.checkpoint import write_atomically
 
 Line = dict[str, Any]
 
 
 def append_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Append ``lines`` with one write, so that a crash leaves at most one torn line, at the end."""
+    """Append ``lines`` with one write, so that a crash leaves at most one torn line, at the end.
+
+    Raises UserError where the disk refuses.
+    """
     text = "".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -39,9 +46,11 @@ def read_lines(path: Path) -> list[Line]:
     lines = []
     for text in path.read_text().splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             continue
+        if isinstance(line, dict):
+            lines.append(line)
     return lines
 
 

@@ -49,7 +49,7 @@ class LearningRateSchedule:
     """Every group's own learning rate times a factor that depends on the step alone, so there is no state to save.
 
     The factor rises linearly over warmup_steps to 1, then stays ("constant") or falls to min_lr_ratio at total_steps
-    along a line or half a cosine.
+    along a line or half a cosine, in such a way that the last step still moves the weights: the end lies a step beyond.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trainer: TrainerArgs, *, total_steps: int) -> None:
@@ -66,13 +66,13 @@ class LearningRateSchedule:
         return float(self.groups[0]["lr"])
 
     def factor(self, step: int) -> float:
-        """The share of the full learning rate at ``step``: 1 at the last warm-up step, min_lr_ratio at total_steps."""
+        """The share of the full learning rate at ``step``: 1 at the last warm-up step, then as the schedule says."""
         warmup, least = self.trainer.warmup_steps, self.trainer.min_lr_ratio
         if step < warmup:
             return step / warmup
         if self.trainer.lr_schedule == "constant":
             return 1.0
-        progress = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
+        progress = min(1.0, (step - warmup) / max(1, self.total_steps + 1 - warmup))
         remaining = 1 - progress if self.trainer.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return least + (1 - least) * remaining
 

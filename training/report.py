@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from genrec.configs.schema import UserError
 from genrec.training.evaluation import Evaluation
 from genrec.training.metrics_log import Line, append_lines, keep_lines, read_lines
 from genrec.training.step import StepResult
@@ -73,8 +74,13 @@ class RunLog:
         self._board: SummaryWriter | None = None
         if not is_main:
             return
-        keep_lines(self.path, lambda line: line["step"] <= first_step)
-        self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
+        try:
+            keep_lines(self.path, lambda line: line.get("step", first_step + 1) <= first_step)
+            self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
+        except OSError as error:
+            raise UserError(
+                f"the log in {output_dir} cannot be written: {error.strerror} ({error.filename})"
+            ) from error
         if CONSOLE.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=CONSOLE)
@@ -104,7 +110,8 @@ class RunLog:
         for evaluation in evaluations:
             for name, value in evaluation.metrics.items():
                 self._board.add_scalar(f"{evaluation.split}_{evaluation.protocol}/{name}", value, step)
-            figures = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
+            first_task = {name: value for name, value in evaluation.metrics.items() if "_task" not in name}
+            figures = ", ".join(f"{name} {value:.4f}" for name, value in first_task.items())
             LOG.info("step %d: %s, %s: %s", step, evaluation.split, evaluation.protocol, figures)
 
     def other(self, line: Line) -> None:

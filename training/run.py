@@ -105,8 +105,10 @@ class Run(Evaluator):
             return self._restore(newest)
         if trainer.ckpt_load_dir:
             path = resolve_checkpoint(Path(trainer.ckpt_load_dir))
-            state.restore_tensors(path, self.model, self.optimizers, self.average)
-            LOG.info("starts from the weights and optimizer state of %s", path)
+            same = state.same_optimizers(path, self.config)
+            state.restore_tensors(path, self.model, self.optimizers if same else (), self.average)
+            what = "weights and optimizer state" if same else "weights alone, its optimizers being others,"
+            LOG.info("starts from the %s of %s", what, path)
         return 0
 
     def save(self, step: int) -> None:
@@ -115,6 +117,7 @@ class Run(Evaluator):
             "step": step,
             "world_size": self.ranks.world_size,
             "loader": self.loader.state_dict(),
+            "data": self.data.identity,
             "meter": self.meter.values,
             "random": state.random_state(),
         }
@@ -132,6 +135,7 @@ class Run(Evaluator):
     def _restore(self, path: Path) -> int:
         state.check_same_run(path, self.config)
         host = read_host(path, rank=0)
+        state.check_same_data(path, saved=host["data"], current=self.data.identity)
         state.restore_tensors(path, self.model, self.optimizers, self.average)
         self.loader.load_state_dict(host["loader"])
         self.meter.values = host["meter"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from genrec.configs.loading import load_experiment
-from genrec.configs.schema import ExperimentConfig, Task, UserError
+from genrec.configs.schema import ConfigError, ExperimentConfig, Task, UserError
 from genrec.training.checkpoint import read_host, resolve_checkpoint
 from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
 from genrec.training.final_report import print_results
@@ -52,6 +52,11 @@ def score(
     table = ScoreTable()
     with process_group(config.trainer.device) as ranks:
         evaluator = ranks.together(lambda: _restored(config, checkpoint, ranks, split))
+        if protocol not in evaluator.data.protocols:
+            raise ConfigError(
+                f"--protocol {protocol} is not possible with this checkpoint's configuration, "
+                f"{' and '.join(evaluator.data.protocols) or 'none'} is"
+            )
         evaluation = evaluator.evaluate(split, protocol, table=table)
         if scores_path is not None:
             _write(table, scores_path, evaluator, ranks)

@@ -59,22 +59,17 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.world_size > 1:
-            dist.barrier()
-
     def together(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; where it fails on any, all stop, and only the first that failed says why.
 
-        ``action`` itself must not contain collectives. Raises the UserError on the first failing rank (as RankError if
-        that is not rank 0), PeerStopped on the others.
+        ``action`` itself must not contain collectives. Raises the error on the first failing rank (a UserError as
+        RankError if that is not rank 0), PeerStopped on the others.
         """
         result: T | None = None
-        error: UserError | None = None
+        error: Exception | None = None
         try:
             result = action()
-        except UserError as caught:
+        except Exception as caught:  # noqa: BLE001, of any kind: the others must not wait for this rank in a collective
             error = caught
         num_failed = self.sum(torch.tensor([int(error is not None)], device=self.device))
         if not int(num_failed):
@@ -82,7 +77,9 @@ class Ranks:
         first = self.gather(error is not None).index(True)
         if error is None or self.rank != first:
             raise PeerStopped(f"rank {first} stopped with an error")
-        raise error if self.is_main else RankError(f"rank {self.rank}: {error}") from error
+        if self.is_main or not isinstance(error, UserError):
+            raise error
+        raise RankError(f"rank {self.rank}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ from genrec.training.checkpoint import CheckpointError, read_tensors
 
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
-# Fields that may change between a checkpoint and the run that continues it: none of them changes what is computed.
+# Fields that may change between a checkpoint and the run that continues it. None of them changes what a step computes:
+# a longer run needs a constant learning rate (check_same_run), "skip" differs from "stop" only where that would have
+# ended the run, and another device computes the same up to rounding and its own random numbers.
 FREE_FIELDS = {
     "DatasetArgs": ("dataset_path", "num_workers"),
     "RankingArgs": ("eval_metrics",),
@@ -51,8 +53,11 @@ def collect_tensors(
 def restore_tensors(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], average: WeightAverage | None
 ) -> None:
-    """Put a checkpoint's weights, optimizer state and average back; raises CheckpointError if of another model."""
-    tensors = read_tensors(path, prefixes=(MODEL, OPTIMIZER, AVERAGE))
+    """Put a checkpoint's weights, optimizer state and average back; raises CheckpointError if of another model.
+
+    Without ``optimizers`` the state of the checkpoint's own is left alone.
+    """
+    tensors = read_tensors(path, prefixes=(MODEL, *([OPTIMIZER] if optimizers else []), AVERAGE))
     _restore_weights(path, model, _below(tensors, MODEL))
     _restore_optimizers(path, model, optimizers, _below(tensors, OPTIMIZER))
     if average is not None:
@@ -81,6 +86,8 @@ def check_same_run(path: Path, config: ExperimentConfig) -> None:
     saved = _flat(json.loads((path / "config.json").read_text()))
     current = _flat(config_values(config))
     free = {f"{name}.{field}" for name, fields in FREE_FIELDS.items() for field in fields}
+    if config.trainer.lr_schedule != "constant":  # the others are laid out over the whole run
+        free.remove("TrainerArgs.max_train_iters")
     names = sorted((saved.keys() | current.keys()) - free)
     changes = [
         f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
@@ -92,6 +99,27 @@ def check_same_run(path: Path, config: ExperimentConfig) -> None:
             f"cannot continue from {path}, which has another configuration ({', '.join(changes)}): choose another "
             "TrainerArgs.output_dir or undo the change"
         )
+
+
+def same_optimizers(path: Path, config: ExperimentConfig) -> bool:
+    """Whether the checkpoint's optimizers are those of ``config``, so that their state means the same."""
+    saved = json.loads((path / "config.json").read_text())["OptimizerArgs"]
+    current = dataclasses.asdict(config.optimizer)
+
+    def kinds(values: Mapping[str, Any]) -> tuple[str, str]:
+        return values["optimizer_str"], values["embedding_optimizer_str"] or values["optimizer_str"]
+
+    return kinds(saved) == kinds(current)
+
+
+def check_same_data(path: Path, *, saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError where a checkpoint's dataset (``RunData.identity``) is not the one at hand."""
+    if saved == current:
+        return
+    was, now = saved or {}, current or {}
+    names = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
+    changes = ", ".join(f"{name} was {was.get(name)!r} and is {now.get(name)!r}" for name in names)
+    raise CheckpointError(f"cannot continue from {path}, which was trained on other data ({changes})")
 
 
 def random_state() -> dict[str, Any]:

@@ -8,15 +8,13 @@ import math
 
 from torch import Tensor
 
-from genrec.configs.schema import UnavailableError
+from genrec.configs.schema import ATTENTION_QUANTIZATIONS, KERNEL_BACKENDS, UnavailableError
 from genrec.hstu.attention.bias import RelativeBias
 from genrec.hstu.attention.blocked import blocked_attention
 from genrec.hstu.attention.mask import MaskRules
 
 AVAILABLE_BACKENDS = ("pytorch",)
-KNOWN_BACKENDS = ("auto", "pytorch", "triton", "cutlass")
 AVAILABLE_QUANTIZATIONS = ("bf16",)
-KNOWN_QUANTIZATIONS = ("bf16", "fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor")
 
 _logger = logging.getLogger(__name__)
 
@@ -75,9 +73,9 @@ def hstu_attention(
 
 def check_available(backend: str, quantization: str = "bf16") -> None:
     """Raise UnavailableError unless this version serves both, ValueError for names that it doesn't know."""
-    _check_name("kernel_backend", backend, known=KNOWN_BACKENDS, available=("auto", *AVAILABLE_BACKENDS))
+    _check_name("kernel_backend", backend, known=KERNEL_BACKENDS, available=("auto", *AVAILABLE_BACKENDS))
     _check_name(
-        "hstu_attn_quantization_mode", quantization, known=KNOWN_QUANTIZATIONS, available=AVAILABLE_QUANTIZATIONS
+        "hstu_attn_quantization_mode", quantization, known=ATTENTION_QUANTIZATIONS, available=AVAILABLE_QUANTIZATIONS
     )
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CONTEXTUAL_MASKS = ("prefix", "history")
+from genrec.configs.schema import CONTEXTUAL_MASKS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ MISSING = [
     ({"network": {"kernel_backend": "triton"}}, "NetworkArgs.kernel_backend = 'triton'"),
     ({"network": {"kernel_backend": "cutlass"}}, "NetworkArgs.kernel_backend = 'cutlass'"),
     ({"network": {"dtype_str": "float16"}}, "loss scaling"),
+    ({"dataset": {"dataset_name": "kuairand-1k"}}, "DatasetArgs.dataset_name = 'kuairand-1k'"),
+    ({"dataset": {"dataset_name": "custom"}}, "DatasetArgs.dataset_name = 'custom', 'ml-100k', 'ml-1m',"),
     ({"network": {"embedding_backend": "NVEmb"}}, "embedding_backend"),
 ]
 

@@ -27,6 +27,48 @@ def test_time_encoding_without_the_future_is_allowed_on_history(experiment):
     assert experiment(network={"time_encoding_reference": "last"})
 
 
+@pytest.mark.parametrize(("network", "_part"), SHOWS_THE_FUTURE)
+def test_a_network_tells_whether_its_history_is_causal(experiment, network, _part):
+    """Evaluation asks for it where training on candidates allows such networks."""
+    assert experiment().network.history_is_causal
+    assert not experiment(network=network, dataset={"max_num_candidates": 3}).network.history_is_causal
+
+
+def test_a_contextual_mask_that_is_disabled_shows_nothing(experiment):
+    assert experiment(network={"contextual_mask": "history", "disable_contextual_mask": True}).network.history_is_causal
+
+
+GROUPS_THAT_LEAK = [
+    ({"target_group_size": 3}, "NetworkArgs.target_group_size = 3 must be 1 or 2 with actions"),
+    ({"target_group_size": 4, "is_causal": False}, "NetworkArgs.target_group_size = 4 must be 1 or 2 with actions"),
+    ({"target_group_size": 2, "is_causal": False}, "NetworkArgs.is_causal = False must be True with actions"),
+]
+
+
+@pytest.mark.parametrize(("network", "part"), GROUPS_THAT_LEAK)
+def test_groups_that_show_candidates_a_label_are_refused(experiment, network, part):
+    with pytest.raises(ConfigError) as caught:
+        experiment(network=network, dataset={"max_num_candidates": 3})
+    assert str(caught.value).startswith(part)
+    config = experiment(dataset={"max_num_candidates": 3})
+    with_actions = dataclasses.replace(config, dataset=synthetic(max_num_candidates=3))
+    changed = dataclasses.replace(config.network, **network)
+    with pytest.raises(ConfigError, match=part.split(" = ")[0]):
+        dataclasses.replace(with_actions, network=changed)
+    without = dataclasses.replace(config, dataset=synthetic(max_num_candidates=3, action_feature_name=None))
+    assert dataclasses.replace(without, network=changed).network == changed
+
+
+def test_large_groups_are_refused_where_only_evaluation_has_candidates(experiment):
+    with pytest.raises(ConfigError, match="target_group_size = 3 must be 1 or 2 with actions"):
+        experiment(network={"target_group_size": 3}, dataset={"max_num_candidates": 0})
+
+
+def test_groups_of_an_item_and_its_action_are_allowed(experiment):
+    for network in ({"target_group_size": 2}, {"target_group_size": 1, "is_causal": False}):
+        assert experiment(network=network, dataset={"max_num_candidates": 3})
+
+
 def test_heads_divide_over_tensor_parallel_ranks(experiment):
     with pytest.raises(ConfigError, match="num_attention_heads = 2 must be a multiple of tensor_model_parallel_"):
         experiment(tensor_parallel=schema.TensorModelParallelArgs(4))

@@ -93,11 +93,11 @@ def test_every_preset_loads_and_is_available_on_a_cpu(name):
     check_available(load_preset(name), device_type="cpu")
 
 
-def test_movielens_100k_is_binary_on_every_event():
+def test_movielens_100k_has_a_task_for_each_label_bit_on_every_event():
     config = load_preset("movielens_100k_ranking.gin")
     assert config.dataset.dataset_name == "ml-100k"
     assert config.dataset.max_num_candidates == 0
-    assert (config.ranking.num_tasks, config.ranking.prediction_head_arch[-1]) == (1, 1)
+    assert (config.ranking.num_tasks, config.ranking.prediction_head_arch[-1]) == (4, 4)
     assert "user_id" not in config.dataset.contextual_features
 
 

@@ -32,6 +32,9 @@ REFUSED = [
     ("TrainerArgs", {"max_train_iters": "10"}, "max_train_iters = '10' must be an integer or None"),
     ("TrainerArgs", {"max_train_iters": 0}, "max_train_iters = 0 must be at least 1"),
     ("TrainerArgs", {"eval_interval": -1}, "eval_interval = -1 must be at least 0"),
+    ("TrainerArgs", {"seed": -1}, "seed = -1 must be at least 0"),
+    ("TrainerArgs", {"seed": 2**63}, "seed = 9223372036854775808 must be below 2**63"),
+    ("TrainerArgs", {"warmup_steps": 5, "max_train_iters": 5}, "warmup_steps = 5 must be below max_train_iters = 5"),
     ("TrainerArgs", {"log_interval": 0}, "log_interval = 0 must be at least 1"),
     ("TrainerArgs", {"ckpt_save_interval": 0}, "ckpt_save_interval = 0 must be -1 or positive"),
     ("TrainerArgs", {"pipeline_type": "fast"}, "must be one of 'none', 'native', 'prefetch'"),
@@ -146,6 +149,18 @@ def test_numbers_lists_and_names_take_their_canonical_form():
     assert build("MixedPrecisionArgs", hstu_attn_quantization_mode="128X1").hstu_attn_quantization_mode == "1xdim"
 
 
+def test_the_largest_seed_and_warm_up_without_a_known_end_are_allowed():
+    assert build("TrainerArgs", seed=2**63 - 1, warmup_steps=5).max_train_iters is None
+    assert build("TrainerArgs", warmup_steps=4, max_train_iters=5).warmup_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_tasks", "is_k_class"), [((4, 1), 1, False), ((4, 5), 1, True), ((4, 2), 2, False)]
+)
+def test_one_task_and_several_outputs_are_classes(arch, num_tasks, is_k_class):
+    assert build("RankingArgs", prediction_head_arch=arch, num_tasks=num_tasks).is_k_class == is_k_class
+
+
 def test_sequence_length_alias_means_history_length():
     by_alias = build("DatasetArgs", max_history_seqlen=-1, max_sequence_length=7)
     assert by_alias == build("DatasetArgs", max_history_seqlen=7)
@@ -167,7 +182,9 @@ def test_an_object_is_not_shared_with_its_configuration():
 @pytest.mark.parametrize("cls", ARGS_CLASSES, ids=lambda cls: cls.__name__)
 def test_every_attribute_is_an_annotated_field_that_gin_can_bind(cls):
     fields = {item.name for item in dataclasses.fields(cls)}
-    attributes = {name for name, value in vars(cls).items() if not name.startswith("_") and not callable(value)}
+    derived = (property,)  # read only, of the fields
+    values = {name: value for name, value in vars(cls).items() if not isinstance(value, derived)}
+    attributes = {name for name, value in values.items() if not name.startswith("_") and not callable(value)}
     assert attributes <= fields
     gin.clear_config()
     for name in fields:

@@ -163,6 +163,7 @@ def event_source(lengths: Sequence[int]) -> EventSource:
     return EventSource(
         name="toy",
         origin="test",
+        path=Path("toy.csv"),
         hash="0" * 64,
         events=events.lazy(),
         users=profiles,

@@ -13,7 +13,7 @@ from genrec.data.balance import partition, sequence_costs
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(lengths=st.lists(st.integers(0, 500), max_size=40), parts=st.integers(1, 6))
 def test_is_a_partition_with_even_counts(lengths, parts):
-    costs = sequence_costs(np.array(lengths, dtype=np.int64), linear=10.0)
+    costs = sequence_costs(np.array(lengths, dtype=np.int64))
     sets = partition(costs, parts)
     assert len(sets) == parts
     assert sorted(np.concatenate(sets).tolist()) == list(range(len(lengths)))
@@ -36,4 +36,4 @@ def test_evens_out_zipf_lengths(world_size):
 
 
 def test_costs():
-    assert sequence_costs(np.array([0, 3]), linear=2.0).tolist() == [0.0, 15.0]
+    assert sequence_costs(np.array([0, 3])).tolist() == [0.0, 9.0]

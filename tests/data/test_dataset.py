@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genrec.data.format import DataError, read_metadata
+from genrec.configs.schema import ConfigError
+from genrec.data.format import DataError, check_dataset_name, read_metadata
 from genrec.data.loader import SequenceDataset, SequenceLoader
 
 
@@ -188,3 +189,13 @@ def test_cache_is_bounded_and_drops_the_oldest(directory):
     assert dataset.row_group(0) is not first
     large = SequenceDataset.open(directory, split="train")
     assert large.row_group(0) is large.row_group(0)
+
+
+def test_a_folder_of_another_dataset_is_refused_by_both_names(make_dataset):
+    directory = make_dataset([6, 5])
+    metadata = read_metadata(directory)
+    check_dataset_name(metadata, metadata.name, directory=directory)
+    with pytest.raises(ConfigError) as caught:
+        check_dataset_name(metadata, "ml-1m", directory=directory)
+    assert "DatasetArgs.dataset_name = 'ml-1m'" in str(caught.value)
+    assert f"{directory} holds 'toy'" in str(caught.value)

@@ -185,13 +185,6 @@ def test_a_dataset_travels_to_a_worker(directory):
     )
 
 
-def test_drop_last_drops_only_the_partial_batch(directory):
-    whole, dropped = loader(directory, batch_size=4), loader(directory, batch_size=4, drop_last=True)
-    assert len(whole) == len(dropped) + 1
-    assert [b.batch_size for b in dropped] == [4] * len(dropped)
-    assert len(list(dropped)) == len(dropped)  # the next epoch
-
-
 def test_short_ranks_get_empty_batches(make_dataset):
     directory = make_dataset([4, 5, 6])  # the first has no train event
     last = [list(loader(directory, batch_size=1, world_size=4, rank=rank))[-1] for rank in range(4)]

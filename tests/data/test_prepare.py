@@ -43,15 +43,81 @@ def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("split", ["leave_last", "user", "global_time"])
-def test_second_run_is_a_no_op_and_other_options_are_not(write_source, tmp_path, split):
+def test_second_run_is_a_no_op(write_source, tmp_path, split):
     output, source = tmp_path / "out", write_source("ml-1m")
     metadata = prepare("ml-1m", output=output, source=source, split=split, holdout=1)
     before = snapshot(output)
     assert prepare("ml-1m", output=output, source=source, split=split, holdout=1) == metadata
     assert snapshot(output) == before
-    other = {"split": "user"} if split == "global_time" else {"split": split, "holdout": 2}
-    prepare("ml-1m", output=output, source=source, **other)
-    assert snapshot(output) != before
+
+
+@pytest.fixture
+def prepared(write_source, tmp_path):
+    """prepared(**options): whole ml-1m split with ``options`` in a folder, its source and what the folder holds."""
+
+    def prepare_1m(**options):
+        output, source = tmp_path / "out", write_source("ml-1m")
+        prepare("ml-1m", output=output, source=source, **options)
+        return output, source, snapshot(output)
+
+    return prepare_1m
+
+
+OTHERS = [
+    ({"holdout": 1}, {"holdout": 2}, r"its split is \{'rule': 'leave_last', 'holdout': 1\}"),
+    ({"holdout": 1}, {"holdout": 1, "split": "user"}, "its split is .*'leave_last'"),
+    (
+        {"holdout": 1, "split": "user", "seed": 1},
+        {"holdout": 1, "split": "user", "seed": 2},
+        "its split is .*'seed': 1",
+    ),
+    ({"holdout": 1, "split": "global_time"}, {"holdout": 1}, "its split is .*'global_time'"),
+]
+
+
+@pytest.mark.parametrize(("held", "asked", "part"), OTHERS)
+def test_another_split_does_not_replace_a_dataset(prepared, held, asked, part):
+    output, source, before = prepared(**held)
+    with pytest.raises(DataError, match=f"out holds another dataset, {part}.*: give another folder or delete it"):
+        prepare("ml-1m", output=output, source=source, **asked)
+    assert snapshot(output) == before
+
+
+@pytest.mark.usefixtures("small_100k")
+def test_another_name_does_not_replace_a_dataset_even_damaged_or_old(prepared, write_source):
+    output, _, before = prepared(holdout=1)
+    source = write_source("ml-100k")
+    with pytest.raises(DataError, match="holds another dataset, its name is 'ml-1m' instead of 'ml-100k'"):
+        prepare("ml-100k", output=output, source=source, holdout=1)
+    assert snapshot(output) == before
+    old = {**json.loads((output / "metadata.json").read_text()), "format_version": 1}
+    (output / "metadata.json").write_text(json.dumps(old))
+    with pytest.raises(DataError, match="its name is 'ml-1m' instead of 'ml-100k'"):
+        prepare("ml-100k", output=output, source=source, holdout=1)
+
+
+def test_another_source_does_not_replace_a_dataset(prepared, write_source, small_ratings):
+    output, source, before = prepared(holdout=1)
+    write_source("ml-1m", ratings=[*small_ratings, (3, 10, 2, 5)])
+    with pytest.raises(DataError, match=r"holds another dataset, its source_hash is '[0-9a-f]{64}' instead of"):
+        prepare("ml-1m", output=output, source=source, holdout=1)
+    assert snapshot(output) == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"split": 3}'])
+def test_what_cannot_be_told_is_not_replaced(prepared, text):
+    output, source, _ = prepared(holdout=1)
+    (output / "metadata.json").write_text(text)
+    with pytest.raises(DataError, match=r"metadata.json is damaged .*: give another folder or delete"):
+        prepare("ml-1m", output=output, source=source, holdout=1)
+    assert (output / "metadata.json").read_text() == text
+
+
+def damage(output: Path) -> Path:
+    """Overwrites a file of the dataset, so that preparing it again replaces it."""
+    path = next((output / "test").iterdir())
+    path.write_bytes(b"x")
+    return path
 
 
 def test_an_older_format_is_refused_by_readers_and_prepared_again(write_source, tmp_path):
@@ -74,15 +140,10 @@ def test_both_layouts_of_ml_100k_give_the_same_files(write_source, tmp_path):
     assert prepared[0].files == prepared[1].files and prepared[0].item_features == prepared[1].item_features
 
 
-def test_changed_source_or_damaged_output_is_prepared_again(write_source, tmp_path, small_ratings):
-    output, source = tmp_path / "out", write_source("ml-1m")
-    first = prepare("ml-1m", output=output, source=source, holdout=1)
-    write_source("ml-1m", ratings=[*small_ratings, (3, 10, 2, 5)])
-    second = prepare("ml-1m", output=output, source=source, holdout=1)
-    assert second.source_hash != first.source_hash and second.num_events == first.num_events + 1
-    damaged = next((output / "test").iterdir())
-    content = damaged.read_bytes()
-    damaged.write_bytes(b"x")
+def test_damaged_output_is_prepared_again(prepared):
+    output, source, _ = prepared(holdout=1)
+    content = next((output / "test").iterdir()).read_bytes()
+    damaged = damage(output)
     prepare("ml-1m", output=output, source=source, holdout=1)
     assert damaged.read_bytes() == content
 
@@ -94,9 +155,10 @@ def test_a_crash_leaves_the_old_dataset_and_no_rubbish(write_source, tmp_path, m
     def crash(*_args, **_options):
         raise KeyboardInterrupt
 
+    damage(output)
     monkeypatch.setattr(prepare_module, "write_dataset", crash)
     with pytest.raises(KeyboardInterrupt):
-        prepare("ml-1m", output=output, source=source, holdout=2)
+        prepare("ml-1m", output=output, source=source, holdout=1)
     assert read_metadata(output) == metadata
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
 
@@ -104,6 +166,7 @@ def test_a_crash_leaves_the_old_dataset_and_no_rubbish(write_source, tmp_path, m
 def test_a_failed_rename_puts_the_old_dataset_back(write_source, tmp_path, monkeypatch):
     output, source = tmp_path / "out", write_source("ml-1m")
     metadata = prepare("ml-1m", output=output, source=source, holdout=1)
+    damage(output)
     rename = Path.rename
 
     def fail_for_fresh(self, target):
@@ -113,7 +176,7 @@ def test_a_failed_rename_puts_the_old_dataset_back(write_source, tmp_path, monke
 
     monkeypatch.setattr(Path, "rename", fail_for_fresh)
     with pytest.raises(OSError, match="disk on fire"):
-        prepare("ml-1m", output=output, source=source, holdout=2)
+        prepare("ml-1m", output=output, source=source, holdout=1)
     assert read_metadata(output) == metadata
 
 

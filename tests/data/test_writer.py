@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import polars as pl
 import pytest
 
+from genrec.data import writer
 from genrec.data.format import DataError, ItemFeature, read_metadata
 from genrec.data.item_features import read_padded_values
 from genrec.data.movielens import MOVIELENS, open_movielens
@@ -52,6 +54,7 @@ def test_users_of_one_file_only_are_kept_and_counted(prepared_1m):
         "items_not_in_catalogue": 0,
         "users_too_short_to_split": 1,
     }
+    assert metadata.dropped == {}
     ages = pl.read_parquet(prepared_1m / "vocabulary" / "age.parquet")["value"]
     assert ages[train[3]["context_age"]] is None
     assert ages[train[5]["context_age"]] == "1"
@@ -82,8 +85,24 @@ def test_chunks_do_not_matter(make_dataset, rule):
         assert pl.read_parquet(pieces / split / "*.parquet").equals(expected)
 
 
+@pytest.mark.parametrize("rule", ["leave_last", "user", "global_time"])
+def test_events_in_no_row_would_be_counted(make_source, tmp_path, monkeypatch, rule):
+    plan_split = writer.plan_split
+
+    def lose_two(*args, **options):
+        plan = plan_split(*args, **options)
+        num_events = {split: np.maximum(counts - 2, 0) for split, counts in plan.num_events.items()}
+        return dataclasses.replace(plan, num_events=num_events)
+
+    for name, dropped in (("all", {}), ("fewer", {"events_in_no_split": 2 * 4})):
+        (tmp_path / name).mkdir()
+        source = make_source([9, 8, 0, 5, 7])
+        assert write_dataset(source, tmp_path / name, rule=rule, holdout=1, seed=0).dropped == dropped
+        monkeypatch.setattr(writer, "plan_split", lose_two)
+
+
 def test_no_events_and_negative_ids_are_refused(make_source, tmp_path):
-    with pytest.raises(DataError, match="has no events"):
+    with pytest.raises(DataError, match=r"^toy\.csv has no events"):
         write_dataset(make_source([0, 0]), tmp_path, rule="leave_last", holdout=1, seed=0)
     source = make_source([3])
     negative = dataclasses.replace(source, events=source.events.with_columns(item_id=pl.col("item_id") - 1))

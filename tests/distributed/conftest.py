@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +32,31 @@ if len(commands) > 1:
 """
 
 
+def run_and_stop(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run ``command``, and stop whatever it started and left behind, in particular at a timeout."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            _stop_session(process.pid)
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def _stop_session(session: int) -> None:
+    """Kill every process of ``session``; torchrun gives each rank a group, and at times a session, of its own."""
+    stop = [session]
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent, _group, own_session = stat.read_text().rpartition(")")[2].split()[1:4]
+            if session in (int(parent), int(own_session)):
+                stop.append(int(stat.parent.name))
+    for pid in stop:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``on_ranks(2, [("train", [...]), ("evaluate", [...])])`` runs the commands under torchrun; a hang fails."""
@@ -39,9 +67,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         driver = tmp_path / "driver.py"
         driver.write_text(DRIVER)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-        return subprocess.run(
-            [*torchrun, str(driver), json.dumps(commands)], capture_output=True, text=True, timeout=timeout_s
-        )
+        return run_and_stop([*torchrun, str(driver), json.dumps(commands)], timeout_s=timeout_s)
 
     return run
 

@@ -39,8 +39,8 @@ def one_rank(tmp_path, arguments):
     return tmp_path / "one"
 
 
-@pytest.mark.parametrize(("num_ranks", "accumulate"), [(2, 1), (3, 1)])
-def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks, accumulate):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks):
     several = tmp_path / "several"
     batch = f"TrainerArgs.train_batch_size = {6 // num_ranks}"
     table = tmp_path / "several.parquet"

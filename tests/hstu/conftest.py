@@ -237,7 +237,7 @@ def make_network() -> Callable[..., NetworkArgs]:
 
 @pytest.fixture(scope="session")
 def make_encoder(make_network) -> Callable[..., HSTUEncoder]:
-    """A float64 encoder with every parameter away from its start value, so that no term vanishes."""
+    """A float64 encoder with every parameter away from its initialization, so that no term vanishes."""
 
     def make(*, item_dim=12, action_dim=12, context_dim=12, max_seqlen_tokens=64, seed=0, **network) -> HSTUEncoder:
         torch.manual_seed(seed)

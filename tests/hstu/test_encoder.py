@@ -70,7 +70,7 @@ def test_contexts_that_see_the_history_do_leak_the_future(make_encoder, make_inp
 )
 def test_encoder_knows_whether_history_sees_the_future(make_encoder, make_inputs, network, causal):
     encoder = make_encoder(**network)
-    assert encoder.history_is_causal == causal
+    assert encoder.network.history_is_causal == causal
     inputs = make_inputs([4], contexts=[2])
     later = replace(inputs, timestamps=inputs.timestamps + torch.tensor([0, 0, 0, 10**6]))
     by_item, _ = influences(encoder, inputs, [4])
@@ -100,6 +100,8 @@ def test_a_target_never_sees_another_group(make_encoder, make_inputs, style, siz
     same = (groups[:, None] == groups[None, :]) & torch.ones(8, 8).tril().bool()
     assert torch.equal(by_item[targets, targets], same[0::2, 0::2])
     assert torch.equal(by_action[targets, targets], same[0::2, 1::2])
+    # Which the configuration refuses with actions, since they tell the labels.
+    assert bool(by_action[targets, targets].any()) == (size > 2)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -123,7 +123,7 @@ def test_norm_epsilon_overrides_the_styles_own(make_network):
             "dlrm_v3",
             "input_norm.weight input_norm.bias uvqk.weight uvqk.bias output_norm.weight output_norm.bias output.weight",
         ),
-        ("research", "uvqk.weight output.weight output.bias relative_bias.place relative_bias.time"),
+        ("research", "uvqk.weight output.weight output.bias relative_bias.position relative_bias.time"),
     ],
 )
 def test_parameters_of_each_style(make_network, style, names):

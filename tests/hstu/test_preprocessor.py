@@ -39,7 +39,7 @@ def test_contexts_then_items_and_actions_in_turn(make_network, make_inputs):
     assert sequence.num_contexts.tolist() == [1, 2, 0]
     assert sequence.num_targets.tolist() == [2, 0, 2]
     assert sequence.max_seqlen == 2 + 2 * 2
-    assert (sequence.num_tokens, sequence.num_users, sequence.lengths.tolist()) == (9, 3, [5, 2, 2])
+    assert (sequence.num_tokens, sequence.lengths.tolist()) == (9, [5, 2, 2])
     assert sequence.timestamps is None
 
 
@@ -107,10 +107,19 @@ def test_timestamps_of_tokens_where_the_layer_reads_them(make_network, make_inpu
     assert build(make_network, layer_style="research")(inputs).timestamps.tolist() == [0, 5, 5, 8, 8]
 
 
+def fp8_attention(pad_multiple):
+    return MixedPrecisionArgs("fp8", linear_recipe=None, hstu_attn_quantization_mode="fp8", pad_multiple=pad_multiple)
+
+
+def test_without_fp8_nothing_is_padded(make_network, make_inputs):
+    precision = MixedPrecisionArgs(pad_multiple=16)
+    assert build(make_network, precision=precision)(make_inputs([2, 0, 1])).num_padding == 0
+
+
 @pytest.mark.parametrize(("multiple", "padding"), [(None, 0), (1, 0), (8, 7), (16, 7), (3, 0)])
 def test_padding_comes_at_the_very_end_and_is_zero(make_network, make_inputs, multiple, padding):
     inputs = make_inputs([2, 0, 1], contexts=[1, 2, 0])
-    sequence = build(make_network, encode=True, precision=MixedPrecisionArgs(pad_multiple=multiple))(inputs)
+    sequence = build(make_network, encode=True, precision=fp8_attention(multiple))(inputs)
     assert sequence.num_padding == padding
     assert sequence.values.shape[0] == 9 + padding
     assert sequence.num_tokens == 9

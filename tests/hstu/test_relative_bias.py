@@ -24,13 +24,13 @@ def smooth_bias(seed=0):
 
 
 @pytest.mark.parametrize("distance", [0, 1, 2, 7, 8, -3])
-def test_a_place_weight_is_a_sum_of_decays_for_odd_or_for_even_distances(distance):
+def test_a_position_weight_is_a_sum_of_decays_for_odd_or_for_even_distances(distance):
     bias = smooth_bias()
-    place = bias()[0].detach()
+    position = bias()[0].detach()
     first = 4 if distance % 2 else 0
     decays = [math.exp(-abs(distance) / scale) for scale in (4, 16, 64, 256)]
-    expected = 4 * sum(float(bias.place[first + k].detach()) * decay for k, decay in enumerate(decays))
-    assert float(place[MAX_SEQLEN - 1 + distance]) == pytest.approx(expected, rel=1e-6)
+    expected = 4 * sum(float(bias.position[first + k].detach()) * decay for k, decay in enumerate(decays))
+    assert float(position[MAX_SEQLEN - 1 + distance]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_time_weight_is_a_sum_of_decays_and_same_timestamps_have_their_own():
@@ -49,9 +49,9 @@ def test_the_smooth_bias_starts_as_none(make_network):
     torch.manual_seed(0)
     layers = [HSTULayer(make_network(relative_bias=kind), max_seqlen_tokens=MAX_SEQLEN) for kind in ("none", "smooth")]
     layers[1].load_state_dict(layers[0].state_dict(), strict=False)
-    place, time = layers[1].relative_bias()
+    position, time = layers[1].relative_bias()
     assert layers[0].relative_bias is None
-    assert not place.any() and not time.any()
+    assert not position.any() and not time.any()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_one_output_a_labelled_item(ranking, width, candidates, make_config, mak
     count = sum(labelled)
     assert output.loss_per_target.shape == (count,) and output.logits.shape == (count, width)
     assert output.loss_per_target.dtype == output.logits.dtype == torch.float32
-    assert model.scores(output).shape == model.main_label(output.labels).shape == (count, model.num_tasks)
+    assert model.scores(output).shape == model.binary_labels(output.labels).shape == (count, model.num_tasks)
 
 
 @pytest.mark.parametrize("ranking", [{}, K_CLASS])
@@ -107,7 +107,7 @@ def test_low_precision_trains_and_scores_on_the_cpu(dtype_str, make_config, make
     metrics = RankingMetrics(2, RANKING_METRICS)
     output = model(batch)
     users = batch.user_ids.repeat_interleave(batch.num_labelled)
-    metrics.update(model.scores(output), model.main_label(output.labels), users, hits=model.hits(output))
+    metrics.update(model.scores(output), model.binary_labels(output.labels), users, hits=model.hits(output))
     assert all(math.isfinite(value) for value in metrics.compute().values())
 
 
@@ -128,7 +128,7 @@ def test_scores_labels_and_hits_of_tasks(make_config, metadata) -> None:
     scores = model.scores(output)
     torch.testing.assert_close(scores[0], torch.tensor([0.5, 0.75], dtype=torch.float64))
     assert 0 < 1 - scores[1, 0] < 1e-12 and 0 < scores[1, 1] < 1e-16
-    assert model.main_label(output.labels).tolist() == [[0, 1], [1, 0]]
+    assert model.binary_labels(output.labels).tolist() == [[0, 1], [1, 0]]
     assert model.hits(output).tolist() == [[True, True], [True, True]]
 
 
@@ -137,7 +137,7 @@ def test_scores_labels_and_hits_of_classes(make_config, metadata) -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.3, 0.1]]).log()
     output = RankingOutput(torch.zeros(1), logits, torch.tensor([3]))
     torch.testing.assert_close(model.scores(output), torch.tensor([[0.4]], dtype=torch.float64))
-    assert model.main_label(torch.tensor([0, 2, 3, 4])).tolist() == [[0], [0], [1], [1]]
+    assert model.binary_labels(torch.tensor([0, 2, 3, 4])).tolist() == [[0], [0], [1], [1]]
     assert model.hits(dataclasses.replace(output, logits=logits.roll(1))).tolist() == [[True]]
     assert model.hits(dataclasses.replace(output, labels=torch.tensor([0]))).tolist() == [[False]]
 
@@ -188,7 +188,7 @@ def test_synthetic_data_needs_no_metadata(make_config, make_batch) -> None:
     )
     model = RankingModel(dataclasses.replace(make_config(ranking=K_CLASS), dataset=dataset), metadata=None)
     assert model(make_batch([1], lengths=[4], contexts=())).logits.shape == (4, 5)
-    assert model.main_label(torch.tensor([1, 2])).tolist() == [[0], [1]]
+    assert model.binary_labels(torch.tensor([1, 2])).tolist() == [[0], [1]]
 
 
 def test_the_same_seed_gives_the_same_model(make_config, metadata) -> None:

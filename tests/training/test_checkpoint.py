@@ -183,3 +183,32 @@ def test_kill_9_in_a_save(tmp_path, tiny_gin, tiny_config, last_tensors, moment,
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert not list((tmp_path / "run" / "checkpoints").glob(".writing*"))
+
+
+def test_a_flipped_bit_is_found_and_the_one_before_is_taken(store, caplog):
+    whole, damaged = save(store, 1), save(store, 2)
+    data = next(damaged.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with caplog.at_level(logging.WARNING, logger="genrec"):
+        logging.getLogger("genrec").propagate = True
+        assert store.newest() == whole
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        resolve_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("changed", ["OptimizerArgs.embedding_optimizer_str = 'rowwise_adagrad'", None])
+def test_loading_under_other_optimizers_takes_the_weights_alone(tiny_config, tmp_path, changed):
+    train(tiny_config(tmp_path / "first", "TrainerArgs.max_train_iters = 2"))
+    load = f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'first')!r}"
+    bindings = [load, "TrainerArgs.max_train_iters = 1", *([changed] if changed else [])]
+    train(tiny_config(tmp_path / "second", *bindings))
+    newest = newest_checkpoint(tmp_path / "second" / "checkpoints")
+    steps = {
+        name: int(value)
+        for name, value in read_tensors(newest, prefixes=("optimizer.",)).items()
+        if name.endswith(".step")
+    }
+    dense = [value for name, value in steps.items() if ".table_" not in name]
+    assert dense and set(dense) == {1 if changed else 3}

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import numpy as np
 import polars
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from genrec.configs.schema import ConfigError
+from genrec.data.format import DataError
+from genrec.training.checkpoint import resolve_checkpoint
 from genrec.training.evaluation import ScoreTable, evaluate, labelled_events
 from genrec.training.metrics import RankingMetrics
 from genrec.training.scoring import load_checkpoint_config, main, score
@@ -103,3 +108,58 @@ def test_scores_of_a_checkpoint_equal_trainings_last(tmp_path, tiny_config, tiny
     assert table["item_id"].to_list() == expected["item"].to_list()
     assert table["timestamp"].to_list() == expected["timestamp"].to_list()
     assert table["label"].to_list() == (expected["action"] >= 3).to_list()
+
+
+@pytest.mark.parametrize("leaking", ["NetworkArgs.contextual_mask = 'history'", "NetworkArgs.is_causal = False"])
+def test_history_that_sees_ahead_is_never_scored_sequentially(tiny_config, tmp_path, leaking):
+    """Sequential scores are read off the history, which here would know the event's own label."""
+    config = tiny_config(tmp_path, leaking, "DatasetArgs.max_num_candidates = 2", "TrainerArgs.max_train_iters = 1")
+    assert {line["protocol"] for line in train(config)} == {"frozen"}
+    checkpoint = resolve_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"--protocol sequential is not possible .* frozen is"):
+        score(config, checkpoint, split="test", protocol="sequential", scores_path=None)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 2])
+def test_a_sequential_score_knows_nothing_of_its_own_or_later_ratings(
+    tiny_config, tiny_dataset, tmp_path, num_candidates
+):
+    candidates = f"DatasetArgs.max_num_candidates = {num_candidates}"
+    config = tiny_config(tmp_path / "out", candidates, "TrainerArgs.max_train_iters = 2")
+    train(config)
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_dataset, changed)
+    (path,) = (changed / "test").glob("*.parquet")
+    rows = pq.read_table(path)
+    actions = [[*user[:-1], 4 - user[-1]] for user in rows["action"].to_pylist()]
+    column = rows.schema.get_field_index("action")
+    pq.write_table(rows.set_column(column, rows.schema.field(column), [actions]), path)
+    tables = []
+    for name, directory in (("one", tiny_dataset), ("two", changed)):
+        moved = load_checkpoint_config(
+            resolve_checkpoint(tmp_path / "out"), gin_bindings=[f"DatasetArgs.dataset_path = {str(directory)!r}"]
+        )
+        scores = tmp_path / f"{name}.parquet"
+        score(moved, resolve_checkpoint(tmp_path / "out"), split="test", protocol="sequential", scores_path=scores)
+        tables.append(polars.read_parquet(scores))
+    assert not tables[0]["label"].equals(tables[1]["label"])
+    np.testing.assert_array_equal(tables[0]["score"].to_numpy(), tables[1]["score"].to_numpy())
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_scores_need_the_original_ids(tiny_config, tiny_dataset, tmp_path, damage):
+    copy = tmp_path / "data"
+    shutil.copytree(tiny_dataset, copy)
+    path = f"DatasetArgs.dataset_path = {str(copy)!r}"
+    config = tiny_config(tmp_path / "out", path, "TrainerArgs.max_train_iters = 1")
+    train(config)
+    vocabulary = copy / "vocabulary" / "item.parquet"
+    vocabulary.unlink() if damage == "missing" else vocabulary.write_bytes(b"PAR1 no longer")
+    with pytest.raises(DataError, match="original ids, cannot be read"):
+        score(
+            config,
+            resolve_checkpoint(tmp_path / "out"),
+            split="test",
+            protocol="sequential",
+            scores_path=tmp_path / "scores.parquet",
+        )

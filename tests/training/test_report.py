@@ -8,6 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
+from genrec.configs.schema import UserError
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import result_rows, write_report
 from genrec.training.metrics_log import append_lines, keep_lines, read_lines
@@ -163,3 +164,21 @@ def test_pipeline_on_a_cpu_is_said_once(tmp_path, tiny_config, caplog):
     with caplog.at_level(logging.INFO, logger="genrec"):
         train(tiny_config(tmp_path / "run", "TrainerArgs.pipeline_type = 'prefetch'"))
     assert caplog.text.count("has no effect on a CPU") == 1
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file in the way")
+    with pytest.raises(UserError, match=r"the log in .* cannot be written"):
+        RunLog(tmp_path, is_main=True, total_steps=1, first_step=0)
+
+
+def test_metrics_file_that_is_a_folder(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        RunLog(tmp_path, is_main=True, total_steps=1, first_step=0)
+
+
+def test_lines_of_somebody_else_are_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n7\n{"event": "train", "step": 1}\n')
+    RunLog(tmp_path, is_main=True, total_steps=2, first_step=1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"event": "train", "step": 1}\n'

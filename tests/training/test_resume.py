@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
 from genrec.configs.loading import load_experiment
+from genrec.training.checkpoint import CheckpointError
 from genrec.training.loop import Loop
 from genrec.training.metrics_log import read_lines
 from genrec.training.train import train
@@ -148,3 +152,26 @@ def test_one_epoch_is_the_default(tmp_path, tiny_gin):
     train(load_experiment("ranking", gin_files=[str(tiny_gin)], gin_bindings=["TrainerArgs.train_batch_size = 3"]))
     # Users of 1, 5, 8, 9, 20, 30 and 3 events make 1 + 1 + 1 + 2 + 3 + 4 + 1 = 13 windows of at most 8.
     assert max(line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")) == 5
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_longer_run_needs_a_constant_rate(tiny_config, tmp_path, schedule):
+    rate = f"TrainerArgs.lr_schedule = {schedule!r}"
+    train(tiny_config(tmp_path, rate, "TrainerArgs.max_train_iters = 2"))
+    longer = tiny_config(tmp_path, rate, "TrainerArgs.max_train_iters = 3")
+    if schedule == "constant":
+        train(longer)
+    else:
+        with pytest.raises(CheckpointError, match="max_train_iters was 2 and is 3"):
+            train(longer)
+
+
+def test_data_prepared_anew_from_another_source_is_refused(tiny_config, tiny_dataset, tmp_path):
+    train(tiny_config(tmp_path / "out", "TrainerArgs.max_train_iters = 2"))
+    other = tmp_path / "other"
+    shutil.copytree(tiny_dataset, other)
+    metadata = json.loads((other / "metadata.json").read_text())
+    (other / "metadata.json").write_text(json.dumps({**metadata, "source_hash": "another"}))
+    moved = f"DatasetArgs.dataset_path = {str(other)!r}"
+    with pytest.raises(CheckpointError, match=r"source_hash was .* and is 'another'"):
+        train(tiny_config(tmp_path / "out", "TrainerArgs.max_train_iters = 3", moved))

@@ -32,7 +32,7 @@ def test_quantization_that_is_not_there(quantization):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "cuda"}, "kernel_backend 'cuda' is not one of auto, pytorch"),
+        ({"backend": "cuda"}, "kernel_backend 'cuda' is not one of auto, cutlass, triton"),
         ({"quantization": "int8"}, "hstu_attn_quantization_mode 'int8' is not one of bf16"),
         ({"contextual_mask": "all"}, "contextual_mask 'all' is not one of prefix, history"),
         ({"max_attn_len": -1}, "max_attn_len -1 is negative"),
