@@ -38,14 +38,20 @@ def read_run_metadata(config: ExperimentConfig) -> DatasetMetadata | None:
 
 
 class RunData:
-    """Loaders for one rank over ``splits``. Raises DataError for data that is missing, damaged or empty."""
+    """Loaders for one rank over ``splits``. Raises DataError for data that is missing, damaged or empty.
 
-    def __init__(self, config: ExperimentConfig, *, splits: Sequence[str], rank: int, world_size: int) -> None:
+    pin_memory: batches in page-locked memory, from where copies to a GPU don't block.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, *, splits: Sequence[str], rank: int, world_size: int, pin_memory: bool = False
+    ) -> None:
         assert config.ranking is not None, "a ranking run has RankingArgs"
         self.config = config
         self.metadata = read_run_metadata(config)
         self.rank = rank
         self.world_size = world_size
+        self.pin_memory = pin_memory
         self.label: Label = "class" if config.ranking.is_k_class else "mask"
         self._splits: dict[str, SequenceDataset] = {}
         if isinstance(config.dataset, DatasetArgs):
@@ -78,21 +84,14 @@ class RunData:
         if isinstance(dataset, BenchmarkDatasetArgs):
             loader = self._synthetic(dataset, "train", trainer.train_batch_size, mode="train")
         else:
-            loader = SequenceLoader(
-                self._splits["train"],
-                batch_size=trainer.train_batch_size,
+            loader = self._prepared(
+                dataset,
+                "train",
+                trainer.train_batch_size,
                 mode="train",
-                label=self.label,
-                max_history_seqlen=dataset.max_history_seqlen,
-                max_num_candidates=dataset.max_num_candidates,
-                contextual_features=dataset.contextual_features,
-                item_features=dataset.item_features,
-                rank=self.rank,
-                world_size=self.world_size,
                 shuffle=dataset.shuffle,
                 seed=trainer.seed,
                 event_dropout=dataset.event_dropout,
-                num_workers=dataset.num_workers,
                 balanced=trainer.enable_balanced_shuffler,
             )
         if len(loader) == 0:
@@ -104,10 +103,25 @@ class RunData:
         trainer, dataset = self.config.trainer, self.config.dataset
         if isinstance(dataset, BenchmarkDatasetArgs):
             return self._synthetic(dataset, split, trainer.eval_batch_size, mode=protocol)
+        return self._prepared(dataset, split, trainer.eval_batch_size, mode=protocol)
+
+    def _prepared(
+        self,
+        dataset: DatasetArgs,
+        split: str,
+        batch_size: int,
+        *,
+        mode: str,
+        shuffle: bool = False,
+        seed: int = 0,
+        event_dropout: float = 0.0,
+        balanced: bool = False,
+    ) -> SequenceLoader:
+        """This rank's part of a split of the prepared dataset."""
         return SequenceLoader(
             self._splits[split],
-            batch_size=trainer.eval_batch_size,
-            mode=protocol,
+            batch_size=batch_size,
+            mode=mode,
             label=self.label,
             max_history_seqlen=dataset.max_history_seqlen,
             max_num_candidates=dataset.max_num_candidates,
@@ -115,7 +129,12 @@ class RunData:
             item_features=dataset.item_features,
             rank=self.rank,
             world_size=self.world_size,
+            shuffle=shuffle,
+            seed=seed,
+            event_dropout=event_dropout,
             num_workers=dataset.num_workers,
+            balanced=balanced,
+            pin_memory=self.pin_memory,
         )
 
     def _synthetic(self, dataset: BenchmarkDatasetArgs, split: str, batch_size: int, mode: str) -> SyntheticLoader:

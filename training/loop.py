@@ -133,6 +133,7 @@ def profiled(trainer: TrainerArgs, *, rank: int) -> Iterator[Callable[[], Any]]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     trace = folder / f"trace_rank{rank}.json"
+    LOG.info("profiles steps %d to %d into %s", start, end, trace)
     with torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(str(trace))
     ) as profiler:

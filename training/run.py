@@ -37,7 +37,13 @@ class Evaluator:
         assert config.ranking is not None, "a ranking run has RankingArgs"
         self.config = config
         self.ranks = ranks
-        self.data = RunData(config, splits=splits, rank=ranks.rank, world_size=ranks.world_size)
+        self.data = RunData(
+            config,
+            splits=splits,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            pin_memory=ranks.device.type == "cuda",
+        )
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
         self.model = RankingModel(config, metadata=self.data.metadata).to(ranks.device)
         wanted = {*STANDARD_METRICS, *config.ranking.eval_metrics}

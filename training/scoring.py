@@ -74,7 +74,7 @@ def _restored(config: ExperimentConfig, checkpoint: Path, ranks: Ranks, split: s
 
 
 def _write(table: ScoreTable, path: Path, evaluator: Evaluator, ranks: Ranks) -> None:
-    rows = table.gathered(ranks, item_vocabulary=evaluator.data.item_vocabulary())
+    rows = table.gathered(ranks, item_vocabulary=ranks.together(evaluator.data.item_vocabulary))
 
     def write() -> None:
         try:

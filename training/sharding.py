@@ -134,6 +134,20 @@ def check_same_config(ranks: Ranks, digest: str) -> None:
     )
 
 
+def check_same_data(ranks: Ranks, identity: object) -> None:
+    """Raises ConfigError where a rank reads another dataset than rank 0. identity: ``RunData.identity``."""
+    identities = ranks.gather(identity)
+    different = [rank for rank, other in enumerate(identities) if other != identities[0]]
+    if not different:
+        return
+    if not ranks.is_main:
+        raise PeerStopped("the ranks' datasets differ")
+    raise ConfigError(
+        f"ranks {different} read another dataset than rank 0 ({identities[different[0]]} against {identities[0]}): "
+        "give every rank the same prepared data"
+    )
+
+
 def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
     """``model`` under DDP, or itself where there is one rank. DDP averages gradients: see ``loss_scale``."""
     if ranks.world_size == 1:

@@ -25,6 +25,7 @@ from genrec.training.sharding import (
     PeerStopped,
     RankError,
     check_same_config,
+    check_same_data,
     is_main_process,
     process_group,
     replicate,
@@ -63,6 +64,9 @@ def train(config: ExperimentConfig) -> list[Line]:
         check_same_config(ranks, config.digest)
         use_deterministic_algorithms(config.trainer.deterministic)
         run = ranks.together(lambda: Run(config, ranks=ranks))
+        check_same_data(ranks, run.data.identity)
+        if not config.network.history_is_causal:
+            LOG.info("evaluates the frozen protocol alone: the history sees ahead, so sequential scores would leak")
         first_step = run.start()
         ranks.together(lambda: run.write_config() if ranks.is_main else None)
         steps = total_steps(config.trainer, run.loader)

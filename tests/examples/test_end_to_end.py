@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -71,3 +74,24 @@ def test_users_of_any_length(train_command, tmp_path, write_tiny_dataset, length
 )
 def test_variants(train_command, bindings):
     assert main("ranking", train_command(*bindings, "TrainerArgs.max_train_iters = 2")) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_script_under_torchrun(examples, train_command, tmp_path, num_ranks):
+    """A process group of one rank, and of two; every rank count ends with the same number of steps and evaluations."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    command = [*torchrun, str(examples / "pretrain_gr_ranking.py"), *train_command("TrainerArgs.max_train_iters = 3")]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=150)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, err
+    assert out.count("results after step 3") == 1
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["event"], line["protocol"]) for line in lines if line["step"] == 3 and line["event"] != "train"] == [
+        (split, protocol) for split in ("valid", "test") for protocol in ("sequential", "frozen")
+    ]
