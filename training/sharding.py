@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def process_group(device: str) -> Iterator[Ranks]:
         yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=chosen)
     finally:
         if joins:
+            gc.collect()  # a DDP module holds the group: freed after its end, it may wait for the other ranks for ever
             dist.destroy_process_group()
 
 
