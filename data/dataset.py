@@ -110,6 +110,11 @@ class SequenceDataset:
         if len(dataset) != metadata.num_rows[split]:
             counts = f"{len(dataset)} rows, metadata.json says {metadata.num_rows[split]}"
             raise DataError(f"{folder} has {counts}: prepare the dataset again")
+        outside = np.flatnonzero((dataset.num_targets < 0) | (dataset.num_targets > dataset.num_events))
+        if len(outside):
+            row = int(outside[0])
+            counts = f"{dataset.num_targets[row]} targets among {dataset.num_events[row]} events"
+            raise DataError(f"{folder}: user {dataset.user_ids[row]} has {counts}: prepare the dataset again")
         if not dataset.num_targets.any():
             raise DataError(f"{folder} is empty: no user has an event to train or evaluate on")
         return dataset
@@ -168,6 +173,7 @@ class SequenceDataset:
             if name not in schema.names:
                 raise DataError(f"{path} lacks the column {name!r}: prepare the dataset again")
             found = schema.field(name).type
-            found = pa.list_(found.value_type) if pa.types.is_list(found) else found
+            is_list = pa.types.is_list(found) or pa.types.is_large_list(found)  # polars writes large ones
+            found = pa.list_(found.value_type) if is_list else found
             if found != kind:
                 raise DataError(f"{path} has column {name!r} of type {found}, not {kind}: prepare the dataset again")

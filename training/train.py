@@ -33,7 +33,7 @@ from genrec.training.sharding import (
 from genrec.training.step import NonFiniteError, TrainStep
 
 LOG = logging.getLogger(__name__)
-EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 3
+EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_INTERRUPTED = 2, 3, 130
 FINAL_SPLITS = ("valid", "test")
 
 
@@ -96,6 +96,12 @@ def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
         else:
             time.sleep(1.0)  # torchrun stops all ranks when the first one ends: let the one that speaks be the first
         return EXIT_NOT_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        if is_main_process():
+            print("interrupted: starting it again continues from the newest checkpoint", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -199,3 +199,27 @@ def test_a_folder_of_another_dataset_is_refused_by_both_names(make_dataset):
         check_dataset_name(metadata, "ml-1m", directory=directory)
     assert "DatasetArgs.dataset_name = 'ml-1m'" in str(caught.value)
     assert f"{directory} holds 'toy'" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_targets", [-3, 100_000])
+def test_targets_that_cannot_be(directory, num_targets):
+    rewrite(
+        file(directory, "test"),
+        lambda table: table.set_column(
+            table.schema.names.index("num_targets"), "num_targets", pa.array(np.full(len(table), num_targets))
+        ),
+    )
+    with pytest.raises(DataError, match=rf"user \d+ has {num_targets} targets among \d+ events"):
+        SequenceDataset.open(directory, split="test")
+
+
+def test_a_file_written_again_by_polars(directory):
+    """It has large lists, and other row groups."""
+
+    def items():
+        return [b.features["item"].values().tolist() for b in read_all(directory, split="test", mode="sequential")]
+
+    before = items()
+    pl.read_parquet(file(directory, "test")).write_parquet(file(directory, "test"))
+    assert pa.types.is_large_list(pq.read_schema(file(directory, "test")).field("item").type)
+    assert items() == before

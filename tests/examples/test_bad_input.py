@@ -149,3 +149,12 @@ def test_in_a_process_of_its_own(examples, train_command):
     assert finished.stdout == ""
     assert len(finished.stderr.splitlines()) == 1
     assert finished.stderr.startswith("error: ")
+
+
+def test_an_interrupt_is_no_traceback(train_command, monkeypatch, capsys):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("genrec.training.train.train", interrupt)
+    assert main("ranking", train_command()) == 130
+    assert capsys.readouterr().err.strip().startswith("interrupted: ")
