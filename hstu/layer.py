@@ -137,15 +137,15 @@ class HSTULayer(nn.Module):
         gated = dropout(gated, p=self.network.hidden_dropout, training=self.training)
         return replace(sequence, values=x + self.output(gated))
 
+    def _activate(self, raw: Tensor) -> Tensor:
+        return F.silu(raw)
+
     def _project(self, x: Tensor) -> Tensor:
         """u, v, q and k before their activation, (T, 4 * H * d)."""
         normed = self.input_norm(x)
         with _maybe_recomputed(self.network.recompute_input_layernorm, normed, lambda: self.input_norm(x)):
             mixed: Tensor = self.uvqk(normed)
         return mixed
-
-    def _activate(self, raw: Tensor) -> Tensor:
-        return F.silu(raw)
 
     def _attend(self, sequence: JaggedSequence, *, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(T, H * d)."""
@@ -174,9 +174,9 @@ class HSTULayer(nn.Module):
         if self.relative_bias is None:
             return None
         assert sequence.timestamps is not None
-        place_weight, time_weight = self.relative_bias()
+        position_weight, time_weight = self.relative_bias()
         # A row's time is its own. The research code takes the next item's, which tells history about the future.
-        return RelativeBias(place_weight, time_weight, sequence.timestamps, sequence.timestamps)
+        return RelativeBias(position_weight, time_weight, sequence.timestamps, sequence.timestamps)
 
     def _gate(self, u: Tensor, attended: Tensor) -> Tensor:
         """The input of the output projection: (T, H * d), or (T, 3 * H * d) where the parts are concatenated."""

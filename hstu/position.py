@@ -41,8 +41,9 @@ class PositionEncoding(nn.Module):
     def forward(self, sequence: JaggedSequence, *, time_buckets: Tensor | None) -> Tensor:
         """Encoded values (T, D) of a sequence without padding. time_buckets: (T,), read with ``use_time_encoding``."""
         scale = math.sqrt(sequence.values.shape[1])
-        encoded = sequence.values * scale
-        if self.position is not None:
+        if self.position is None:
+            encoded = sequence.values * scale
+        else:
             places = token_places(sequence).clamp_(max=self.position.shape[0] - 1)
             encoded = torch.add(self.position.index_select(0, places), sequence.values, alpha=scale)
         if self.time is not None:

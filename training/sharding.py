@@ -124,29 +124,24 @@ def is_main_process() -> bool:
 
 def check_same_config(ranks: Ranks, digest: str) -> None:
     """Raises ConfigError where a rank was started with another configuration than rank 0."""
-    digests = ranks.gather(digest)
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if not different:
-        return
-    if not ranks.is_main:
-        raise PeerStopped("the ranks' configurations differ")
-    raise ConfigError(
-        f"ranks {different} were started with another configuration than rank 0 (config hash "
-        f"{digests[different[0]][:12]} against {digests[0][:12]}): give every rank the same files and bindings"
-    )
+    _check_same(ranks, f"config hash {digest[:12]}", what="configuration", give="files and bindings")
 
 
 def check_same_data(ranks: Ranks, identity: object) -> None:
     """Raises ConfigError where a rank reads another dataset than rank 0. identity: ``RunData.identity``."""
-    identities = ranks.gather(identity)
-    different = [rank for rank, other in enumerate(identities) if other != identities[0]]
+    _check_same(ranks, identity, what="dataset", give="prepared data")
+
+
+def _check_same(ranks: Ranks, value: object, *, what: str, give: str) -> None:
+    values = ranks.gather(value)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
     if not different:
         return
     if not ranks.is_main:
-        raise PeerStopped("the ranks' datasets differ")
+        raise PeerStopped(f"ranks have another {what}")
     raise ConfigError(
-        f"ranks {different} read another dataset than rank 0 ({identities[different[0]]} against {identities[0]}): "
-        "give every rank the same prepared data"
+        f"ranks {different} were started with another {what} than rank 0 ({values[different[0]]} against {values[0]}): "
+        f"give every rank the same {give}"
     )
 
 
