@@ -18,29 +18,26 @@ from genrec.configs.schema import (
 )
 
 
-def check_available(config: ExperimentConfig, *, device_type: str) -> None:
-    """Raise UnavailableError, naming every feature that a run on ``device_type`` ("cpu" or "cuda") lacks."""
-    missing = [*_missing_of_run(config, device_type), *_missing_of_network(config), *_missing_of_data(config)]
+def check_available(config: ExperimentConfig) -> None:
+    """Raise UnavailableError, naming every feature that a run would lack. What the device lacks is not asked here."""
+    missing = [*_missing_of_run(config), *_missing_of_network(config), *_missing_of_data(config)]
     if missing:
         raise UnavailableError(f"not available in this version: {'; '.join(missing)}")
 
 
-def _missing_of_run(config: ExperimentConfig, device_type: str) -> Iterator[str]:
+def _missing_of_run(config: ExperimentConfig) -> Iterator[str]:
     if config.task == "retrieval":
         yield "retrieval, ranking is"
-    trainer, parallel_size = config.trainer, config.tensor_parallel.tensor_model_parallel_size
-    if trainer.nonfinite == "locate":
-        yield "TrainerArgs.nonfinite = 'locate', 'stop' and 'skip' are"
-    if device_type == "cuda" and trainer.pipeline_type != "none":
-        yield f"TrainerArgs.pipeline_type = {trainer.pipeline_type!r} on a GPU, 'none' is"
+    parallel_size = config.tensor_parallel.tensor_model_parallel_size
     if parallel_size > 1:
         yield f"TensorModelParallelArgs.tensor_model_parallel_size = {parallel_size} (tensor parallelism), 1 is"
 
 
 def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:
     network = config.network
-    if config.mixed_precision.mixed_precision_dtype is not None:
-        yield "MixedPrecisionArgs.mixed_precision_dtype = 'fp8' (FP8), None is"
+    if config.mixed_precision.has_fp8_attention:
+        mode = config.mixed_precision.hstu_attn_quantization_mode
+        yield f"MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r} (FP8 attention), 'bf16' is"
     if network.kernel_backend in ("cutlass", "triton"):
         yield f"NetworkArgs.kernel_backend = {network.kernel_backend!r}, 'auto' and 'pytorch' are"
     if network.dtype_str == "float16":

@@ -30,6 +30,11 @@ from genrec.configs.checks import (
 from genrec.configs.errors import ConfigError as ConfigError
 from genrec.configs.errors import UnavailableError as UnavailableError
 from genrec.configs.errors import UserError as UserError
+from genrec.configs.precision import ATTENTION_QUANTIZATIONS as ATTENTION_QUANTIZATIONS
+from genrec.configs.precision import FP8_DIM_MULTIPLES as FP8_DIM_MULTIPLES
+from genrec.configs.precision import FP8_ROW_MULTIPLES as FP8_ROW_MULTIPLES
+from genrec.configs.precision import LINEAR_RECIPES as LINEAR_RECIPES
+from genrec.configs.precision import MixedPrecisionArgs as MixedPrecisionArgs
 
 MOVIELENS_NAMES = ("ml-100k", "ml-1m", "ml-20m", "ml-25m")
 LATER_DATASET_NAMES = ("kuairand-pure", "kuairand-1k", "kuairand-27k", "custom")  # this version doesn't have them yet
@@ -40,7 +45,6 @@ CONTEXTUAL_MASKS = ("prefix", "history")
 SHARDING_TYPES = ("data_parallel", "model_parallel", "row_wise", "table_wise", "column_wise", "auto")
 RANKING_METRICS = ("AUC", "GAUC", "NE", "LogLoss", "Accuracy")
 RETRIEVAL_METRIC = re.compile(r"(HR|NDCG|MRR)@[1-9][0-9]*")
-ATTENTION_QUANTIZATIONS = ("bf16", "fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor")
 KV_CHANNELS_MULTIPLE = 8
 MAX_SEED = 2**63 - 1
 
@@ -454,53 +458,6 @@ class TensorModelParallelArgs:
     def __post_init__(self) -> None:
         convert_fields(self)
         require_at_least(self, 1, "tensor_model_parallel_size")
-
-
-@dataclass(frozen=True)
-class MixedPrecisionArgs:
-    """What runs in FP8 inside the layers, independent of NetworkArgs.dtype_str, which is what flows between them.
-
-    ``mixed_precision_dtype=None`` turns all of it off and leaves the other fields without effect, so that one file
-    serves both runs of a comparison.
-    """
-
-    mixed_precision_dtype: str | None = None  # None, "fp8"
-    linear_recipe: str | None = "tensorwise"  # None (no FP8 linears), "delayed", "tensorwise", "blockwise", "mxfp8"
-    linear_scaling_precision: str = "hybrid"  # "hybrid", "e4m3"
-    enable_fp8_for_prediction_head: bool = False
-    # "bf16" (not quantized), "fp8" (plain cast), "1xdim" (alias "128x1"), "per-block", "per-head", "per-batch",
-    # "per-tensor"
-    hstu_attn_quantization_mode: str = "bf16"
-    amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
-    margin: int = 0
-    fp8_during_eval: bool = False
-    skip_first_last_layer: bool = False
-    pad_multiple: int | None = None
-    backend: str = "te"  # "te", "emulated"
-
-    def __post_init__(self) -> None:
-        convert_fields(self)
-        require_choice(self, "mixed_precision_dtype", ("fp8",))
-        require_choice(self, "linear_recipe", ("delayed", "tensorwise", "blockwise", "mxfp8"))
-        require_choice(self, "linear_scaling_precision", ("hybrid", "e4m3"))
-        require_choice(self, "hstu_attn_quantization_mode", ATTENTION_QUANTIZATIONS)
-        if self.hstu_attn_quantization_mode == "128x1":
-            set_field(self, "hstu_attn_quantization_mode", "1xdim")
-        require_choice(self, "amax_compute_algo", ("max", "most_recent"))
-        require_choice(self, "backend", ("te", "emulated"))
-        require_at_least(self, 1, "amax_history_len", "pad_multiple")
-        require_at_least(self, 0, "margin")
-        self._check_something_runs_in_fp8()
-
-    def _check_something_runs_in_fp8(self) -> None:
-        if self.mixed_precision_dtype is None:
-            return
-        linears, attention = self.linear_recipe is not None, self.hstu_attn_quantization_mode != "bf16"
-        nothing = "must come with a linear_recipe or with hstu_attn_quantization_mode other than 'bf16'"
-        require(self, "mixed_precision_dtype", linears or attention, nothing)
-        head = self.enable_fp8_for_prediction_head
-        require(self, "enable_fp8_for_prediction_head", linears or not head, "must come with a linear_recipe")
 
 
 Task = Literal["ranking", "retrieval"]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from genrec.configs.schema import MixedPrecisionArgs, NetworkArgs
 from genrec.hstu.block import HSTUBlock
 from genrec.hstu.postprocessor import HSTUPostprocessor
+from genrec.hstu.precision.region import fp8_region
 from genrec.hstu.preprocessor import HSTUInputs, HSTUPreprocessor
 
 
@@ -47,7 +48,8 @@ class HSTUEncoder(nn.Module):
 
         num_states: N where the caller knows it on the host; None reads it from the tensor, which makes a GPU wait.
         """
-        sequence = self.block(self.preprocessor(inputs))
+        with fp8_region():
+            sequence = self.block(self.preprocessor(inputs))
         states: Tensor = self.postprocessor(
             sequence,
             num_labelled=num_labelled,

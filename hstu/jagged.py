@@ -5,7 +5,10 @@ Two users of 3 and 2 tokens, width D, with 3 padding rows at the very end::
     values   [a0, a1, a2, b0, b1, 0, 0, 0]   (T + P, D), T = 5, P = 3
     offsets  [0, 3, 5]                       (B + 1,), B = 2
 
-Padding rows belong to no user: offsets, lengths, targets and attention speak of the T real tokens alone.
+Padding rows belong to no user: offsets, lengths, targets and attention speak of the T real tokens alone. They are there
+for FP8, whose products take rows in multiples. Whatever looks across rows (norms' gradients, dropout's random numbers,
+amaxes) is computed from the real rows, and padding rows enter every product as zeros, so how many there are changes
+nothing, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,6 +41,14 @@ class JaggedSequence:
     def num_tokens(self) -> int:
         """T, without padding."""
         return self.values.shape[0] - self.num_padding
+
+    def real_rows(self, x: Tensor) -> Tensor:
+        """The rows of (T + P, ...) that belong to users, (T, ...): a view."""
+        return x[: self.num_tokens] if self.num_padding else x
+
+    def padded(self, x: Tensor) -> Tensor:
+        """(T, ...) with this sequence's P padding rows, zeros, at the end."""
+        return F.pad(x, (0, 0) * (x.ndim - 1) + (0, self.num_padding)) if self.num_padding else x
 
     @property
     def lengths(self) -> Tensor:

@@ -84,15 +84,22 @@ class HSTULayer(nn.Module):
 
     Start values, of every style and at every parallel size: W1 (one matrix u | v | q | k) and W2 Xavier-uniform over
     their whole shape, biases 0, the q and k part of b1 ``qk_bias_init``, relative biases normal with deviation 0.02.
+    why_not: why this layer runs in the network's dtype where ``precision`` has others in FP8; "" where it doesn't.
     """
 
     def __init__(
-        self, network: NetworkArgs, *, max_seqlen_tokens: int, precision: MixedPrecisionArgs | None = None
+        self,
+        network: NetworkArgs,
+        *,
+        max_seqlen_tokens: int,
+        precision: MixedPrecisionArgs | None = None,
+        why_not: str = "",
     ) -> None:
         super().__init__()
         self.network = network
         self.style = LAYER_STYLES[network.layer_style]
-        quantizes = precision is not None and precision.mixed_precision_dtype is not None
+        self.why_not = why_not
+        quantizes = precision is not None and precision.mixed_precision_dtype is not None and not why_not
         self.quantization = precision.hstu_attn_quantization_mode if precision is not None and quantizes else "bf16"
         check_available(network.kernel_backend, self.quantization)
         self.scaling_seqlen = max_seqlen_tokens if network.scaling_seqlen == -1 else network.scaling_seqlen
@@ -103,7 +110,9 @@ class HSTULayer(nn.Module):
         epsilon = self.style.epsilon if network.norm_epsilon is None else network.norm_epsilon
         affine = self.style.affine_norms
         self.input_norm = Norm(network.hidden_size, epsilon=epsilon, affine=affine)
-        self.uvqk = make_linear(network.hidden_size, 4 * width, bias=self.style.input_bias, precision=precision)
+        self.uvqk = make_linear(
+            network.hidden_size, 4 * width, bias=self.style.input_bias, precision=precision, why_not=why_not
+        )
         by_head = self.style.concatenates and network.output_norm == "group"
         self.output_norm = (
             HeadNorm(network.num_attention_heads, network.kv_channels, epsilon=epsilon)
@@ -111,7 +120,9 @@ class HSTULayer(nn.Module):
             else Norm(width, epsilon=epsilon, affine=affine)
         )
         gate_width = 3 * width if self.style.concatenates else width
-        self.output = make_linear(gate_width, network.hidden_size, bias=self.style.output_bias, precision=precision)
+        self.output = make_linear(
+            gate_width, network.hidden_size, bias=self.style.output_bias, precision=precision, why_not=why_not
+        )
         kind = relative_bias_kind(network)
         self.relative_bias = None if kind == "none" else RELATIVE_BIASES[kind](max_seqlen_tokens=max_seqlen_tokens)
         self.reset_own_parameters()
@@ -124,8 +135,7 @@ class HSTULayer(nn.Module):
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """The same tokens, one layer on."""
-        x = sequence.values
-        mixed = self._project(x)
+        mixed = self._project(sequence)
         width = mixed.shape[1] // 4
         parts = mixed.split(width, dim=1)
         raw = mixed if self.style.activates_all else parts[0]
@@ -133,22 +143,27 @@ class HSTULayer(nn.Module):
         with _maybe_recomputed(self.network.recompute_input_silu, activated, lambda: self._activate(raw)):
             u, v, q, k = activated.split(width, dim=1) if self.style.activates_all else (activated, *parts[1:])
             attended = self._attend(sequence, q=q, k=k, v=v)
-            gated = self._gate(u, attended)
+            gated = self._gate(sequence.real_rows(u), sequence.real_rows(attended))
         gated = dropout(gated, p=self.network.hidden_dropout, training=self.training)
-        return replace(sequence, values=x + self.output(gated))
+        return replace(sequence, values=sequence.values + self.output(sequence.padded(gated)))
 
     def _activate(self, raw: Tensor) -> Tensor:
         return F.silu(raw)
 
-    def _project(self, x: Tensor) -> Tensor:
-        """u, v, q and k before their activation, (T, 4 * H * d)."""
-        normed = self.input_norm(x)
-        with _maybe_recomputed(self.network.recompute_input_layernorm, normed, lambda: self.input_norm(x)):
+    def _project(self, sequence: JaggedSequence) -> Tensor:
+        """u, v, q and k before their activation, (T + P, 4 * H * d)."""
+        x = sequence.real_rows(sequence.values)
+        normed = sequence.padded(self.input_norm(x))
+
+        def again() -> Tensor:
+            return sequence.padded(self.input_norm(x))
+
+        with _maybe_recomputed(self.network.recompute_input_layernorm, normed, again):
             mixed: Tensor = self.uvqk(normed)
         return mixed
 
     def _attend(self, sequence: JaggedSequence, *, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(T, H * d)."""
+        """(T + P, H * d)."""
         heads = (-1, self.network.num_attention_heads, self.network.kv_channels)
         attended = hstu_attention(
             q.view(heads),

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from genrec.configs.schema import MixedPrecisionArgs, UnavailableError
+from genrec.configs.schema import ConfigError, MixedPrecisionArgs
+from genrec.hstu.precision.delayed import ROLES, DelayedState
+from genrec.hstu.precision.emulation import emulated_linear
+from genrec.hstu.precision.recipes import LinearRecipe, linear_recipe, num_pad_rows
+from genrec.hstu.precision.region import FINITE_WATCH, fp8_region
+from genrec.hstu.precision.te import TransformerEngineLinear
 
 
 class Linear(nn.Linear):
-    """y = x W^T + b in the dtype of ``x``. The weights stay in float32, which is what the optimizer updates."""
+    """y = x W^T + b in the dtype of ``x``, by PyTorch, by Transformer Engine in FP8 or by the emulation of FP8.
+
+    Parameters are the same under all three and stay float32, which is what the optimizer updates: PyTorch casts them to
+    the dtype of ``x`` where it uses them, FP8 quantizes them straight from float32, so that checkpoints fit each other
+    and no cast of an old weight is ever used. FP8 needs rows in multiples of ``recipe.pad_multiple``: others are
+    completed with zero rows here, whose results are cut off again. Without rows there is one multiple of zero rows.
+
+    recipe: None for PyTorch. backend: "torch", "te" or "emulated". during_eval: whether FP8 stays on in evaluation
+    mode. why_not: why this linear is not in FP8 where others may be.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        recipe: LinearRecipe | None = None,
+        backend: str = "torch",
+        during_eval: bool = False,
+        why_not: str = "",
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.recipe = recipe
+        self.backend = backend
+        self.during_eval = during_eval
+        self.why_not = why_not
+        self.state: DelayedState | None = None
+        self._engine: TransformerEngineLinear | None = None
+        if recipe is not None and backend == "te":
+            self._engine = TransformerEngineLinear(self, recipe)
 
     def reset_parameters(self) -> None:
         """Xavier-uniform weights and zero biases, drawn from torch's global generator."""
@@ -19,22 +55,95 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features)."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        if self.recipe is None or not (self.training or self.during_eval):
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        rows = x.flatten(0, -2)
+        num_padding = num_pad_rows(rows.shape[0], self.recipe.pad_multiple)
+        padded = F.pad(rows, (0, 0, 0, num_padding)) if num_padding else rows
+        product = self._product(padded)
+        return product[: rows.shape[0]].view(*x.shape[:-1], self.out_features)
+
+    def fp8_tensors(self) -> dict[str, Tensor]:
+        """What delayed scaling remembers, as the live tensors; empty where there is nothing to remember.
+
+        "amax_history.input" (L,), "scale.input" (1,), and the same of "weight" and "grad_output".
+        """
+        if self.recipe is None or not self.recipe.has_state:
+            return {}
+        if self._engine is not None:
+            return self._engine.tensors()
+        return self._delayed_state().state_dict()
+
+    def scaling_report(self) -> dict[str, float]:
+        """The amax and scale of each role, for messages: the last amaxes under delayed scaling, else the weight's."""
+        tensors = self.fp8_tensors()
+        if not tensors:
+            return {"amax.weight": float(self.weight.detach().abs().max())}
+        # Before a pass ends, its amax is first in the history; afterwards it is last.
+        histories = {role: tensors[f"amax_history.{role}"] for role in ROLES}
+        report = {f"amax.{role}": float(torch.maximum(h[0], h[-1])) for role, h in histories.items()}
+        return report | {f"scale.{role}": float(tensors[f"scale.{role}"]) for role in ROLES}
+
+    def _product(self, x: Tensor) -> Tensor:
+        """x: (T, in_features), T a positive multiple of the recipe's -> (T, out_features)."""
+        assert self.recipe is not None
+        if torch.is_grad_enabled():
+            FINITE_WATCH.watch(x)
+        if self._engine is not None:
+            product = self._engine(x)
+        else:
+            state = self._delayed_state() if self.recipe.has_state else None
+            with fp8_region() as region:
+                product = emulated_linear(x, self.weight, self.bias, recipe=self.recipe, state=state, region=region)
+        # A bias is a witness of its own: its gradient sums what enters the backward products, unquantized.
+        if self.bias is None and product.requires_grad:
+            product.register_hook(FINITE_WATCH.watch)
+        return product
+
+    def _delayed_state(self) -> DelayedState:
+        """Made where the weight is, once that is not the meta device."""
+        assert self.recipe is not None
+        device = self.weight.device
+        if self.state is None or self.state.scale["weight"].device != device:
+            state = DelayedState(self.recipe, device)
+            if self.state is not None:
+                state.load_state_dict(self.state.state_dict())
+            self.state = state
+        return self.state
 
 
 def make_linear(
-    in_features: int, out_features: int, *, bias: bool, precision: MixedPrecisionArgs | None = None
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool,
+    precision: MixedPrecisionArgs | None = None,
+    why_not: str = "",
 ) -> Linear:
-    """A linear for ``precision``. Raises UnavailableError for a recipe that isn't there."""
-    check_linear_available(precision)
-    return Linear(in_features, out_features, bias=bias)
+    """A linear as ``precision`` has it; with ``why_not``, in the network's dtype all the same, for that reason.
 
-
-def check_linear_available(precision: MixedPrecisionArgs | None) -> None:
-    """Raise UnavailableError unless this version serves the linear recipe."""
-    if precision is None or precision.mixed_precision_dtype is None or precision.linear_recipe is None:
-        return
-    raise UnavailableError(
-        f"linear_recipe {precision.linear_recipe!r} (FP8 linears) is not available in this version, which has: None"
+    Raises ConfigError for dimensions that the recipe can't take.
+    """
+    recipe = linear_recipe(precision)
+    if precision is None or recipe is None or why_not:
+        return Linear(in_features, out_features, bias=bias, why_not=why_not if recipe is not None else "")
+    check_dims(in_features, out_features, recipe)
+    return Linear(
+        in_features,
+        out_features,
+        bias=bias,
+        recipe=recipe,
+        backend=precision.backend,
+        during_eval=precision.fp8_during_eval,
     )
+
+
+def check_dims(in_features: int, out_features: int, recipe: LinearRecipe) -> None:
+    """Raise ConfigError unless both are multiples of what the recipe's products need."""
+    multiple = recipe.dim_multiple
+    if in_features % multiple or out_features % multiple:
+        raise ConfigError(
+            f"a linear of {in_features} -> {out_features} can't run in FP8 ({recipe.name}), which takes multiples of "
+            f"{multiple} alone: choose other dimensions, or MixedPrecisionArgs.linear_recipe = None"
+        )

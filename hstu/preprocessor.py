@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from genrec.configs.schema import MixedPrecisionArgs, NetworkArgs
@@ -21,7 +20,9 @@ from genrec.hstu.jagged import JaggedSequence, owners
 from genrec.hstu.layer import relative_bias_kind
 from genrec.hstu.linear import make_linear
 from genrec.hstu.position import NUM_TIME_ROWS, PositionEncoding, event_time_buckets
+from genrec.hstu.precision.recipes import num_pad_rows, row_multiple
 
+BEFORE_FIRST_LAYER = "before the first layer (skip_first_last_layer)"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,17 +69,17 @@ class HSTUPreprocessor(nn.Module):
         self.fuse_actions = network.action_fusion == "add"
         self.dropout = network.hidden_dropout if network.embedding_dropout is None else network.embedding_dropout
         self.dtype = DTYPES[network.dtype_str]
-        self.pad_multiple = 1
-        if precision is not None and precision.mixed_precision_dtype is not None:
-            self.pad_multiple = precision.pad_multiple or 1
+        self.row_multiple = row_multiple(precision)
+        self.pads_in_eval = precision is not None and precision.fp8_during_eval
         self.keeps_timestamps = relative_bias_kind(network) != "none"
         self.time_reference = network.time_encoding_reference if network.use_time_encoding else None
-        self.item_mlp = _projection(item_dim, network.hidden_size, precision)
+        why_not = BEFORE_FIRST_LAYER if precision is not None and precision.skip_first_last_layer else ""
+        self.item_mlp = _projection(item_dim, network.hidden_size, precision, why_not)
         # Items and actions of one width share a projection, as in recsys-examples.
         own_action = action_dim is not None and action_dim != item_dim
-        self.action_mlp = _projection(action_dim, network.hidden_size, precision) if own_action else None
+        self.action_mlp = _projection(action_dim, network.hidden_size, precision, why_not) if own_action else None
         self.shares_projection = not own_action
-        self.context_mlp = _projection(context_dim, network.hidden_size, precision)
+        self.context_mlp = _projection(context_dim, network.hidden_size, precision, why_not)
         self.encoding = PositionEncoding(network)
 
     def forward(self, inputs: HSTUInputs) -> JaggedSequence:
@@ -100,19 +101,34 @@ class HSTUPreprocessor(nn.Module):
         )
         values = self.encoding(sequence, time_buckets=self._time_buckets(inputs, layout)).to(self.dtype)
         values = dropout(values, p=self.dropout, training=self.training)
-        num_padding = -values.shape[0] % self.pad_multiple
-        return replace(sequence, values=F.pad(values, (0, 0, 0, num_padding)), num_padding=num_padding)
+        sequence = replace(sequence, num_padding=self.num_padding(values.shape[0]))
+        return replace(sequence, values=sequence.padded(values))
+
+    def num_padding(self, num_tokens: int) -> int:
+        """Padding rows for so many tokens: what FP8 needs where it is on, else none."""
+        return num_pad_rows(num_tokens, self.row_multiple) if self.training or self.pads_in_eval else 0
 
     def _tokens(self, inputs: HSTUInputs, layout: _Layout) -> Tensor:
         """(T, hidden_size) projected embeddings in token order."""
-        events = _project(self.item_mlp, inputs.item)
-        if inputs.action is not None:
-            actions = _project(self.item_mlp if self.shares_projection else self.action_mlp, inputs.action)
+        events, actions = self._projected_events(inputs)
+        if actions is not None:
             actions = actions + events if self.fuse_actions else actions
             events = torch.stack([events, actions], dim=1).flatten(0, 1)
         if inputs.context is None:
             return events
         return layout.place(events, _project(self.context_mlp, inputs.context))
+
+    def _projected_events(self, inputs: HSTUInputs) -> tuple[Tensor, Tensor | None]:
+        """Items and actions (E, hidden_size), None without actions.
+
+        A projection that both share runs once, on both: delayed scaling takes one amax of a linear in a pass.
+        """
+        if inputs.action is None:
+            return _project(self.item_mlp, inputs.item), None
+        if self.shares_projection and self.item_mlp is not None:
+            items, actions = self.item_mlp(torch.cat([inputs.item, inputs.action])).chunk(2)
+            return items, actions
+        return _project(self.item_mlp, inputs.item), _project(self.action_mlp, inputs.action)
 
     def _time_buckets(self, inputs: HSTUInputs, layout: _Layout) -> Tensor | None:
         if self.time_reference is None:
@@ -167,14 +183,16 @@ class _Layout:
         return self.place(per_token, per_token.new_full(self.context_rows.shape, contexts))
 
 
-def _projection(in_features: int | None, hidden_size: int, precision: MixedPrecisionArgs | None) -> nn.Module | None:
+def _projection(
+    in_features: int | None, hidden_size: int, precision: MixedPrecisionArgs | None, why_not: str
+) -> nn.Module | None:
     """The MLP that brings an embedding to ``hidden_size``; None where it already has that width, or doesn't exist."""
     if in_features is None or in_features == hidden_size:
         return None
     return nn.Sequential(
-        make_linear(in_features, hidden_size, bias=True, precision=precision),
+        make_linear(in_features, hidden_size, bias=True, precision=precision, why_not=why_not),
         nn.ReLU(),
-        make_linear(hidden_size, hidden_size, bias=True, precision=precision),
+        make_linear(hidden_size, hidden_size, bias=True, precision=precision, why_not=why_not),
     )
 
 

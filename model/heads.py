@@ -13,13 +13,15 @@ from genrec.hstu.norm import Norm
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 NORM_EPSILON = 1e-5
+HEAD_NOT_ASKED_FOR = "enable_fp8_for_prediction_head = False"
+LAST_OF_HEAD = "a head's last layer is always float32"
 
 
 class PredictionHead(nn.Module):
     """Linear layers of ``layer_sizes``, an activation (of ACTIVATIONS) between them, none after the last.
 
-    Hidden layers run in the dtype of the states; the last always in float32, because logits rounded to bfloat16's 8
-    bits tie and cost AUC, and that layer is a few columns wide. ``precision`` is of the hidden layers.
+    Hidden layers run in the dtype of the states, in FP8 where ``precision`` has it for heads; the last always in
+    float32, because logits rounded to bfloat16's 8 bits tie and cost AUC, and that layer is a few columns wide.
 
     layernorm, dropout_rate: a LayerNorm, then dropout, of the state before the first layer. zero_init: the last layer's
     weight starts at zero; biases always do.
@@ -42,10 +44,12 @@ class PredictionHead(nn.Module):
         self.dropout_rate = dropout_rate
         sizes = (input_size, *layer_sizes)
         hidden: list[nn.Module] = []
+        why_not = "" if precision is not None and precision.enable_fp8_for_prediction_head else HEAD_NOT_ASKED_FOR
         for size_in, size_out in itertools.pairwise(sizes[:-1]):
-            hidden += [make_linear(size_in, size_out, bias=bias, precision=precision), ACTIVATIONS[activation]()]
+            linear = make_linear(size_in, size_out, bias=bias, precision=precision, why_not=why_not)
+            hidden += [linear, ACTIVATIONS[activation]()]
         self.hidden = nn.Sequential(*hidden)
-        self.output = make_linear(sizes[-2], sizes[-1], bias=bias)
+        self.output = make_linear(sizes[-2], sizes[-1], bias=bias, precision=precision, why_not=LAST_OF_HEAD)
         if zero_init:
             nn.init.zeros_(self.output.weight)
 

@@ -17,6 +17,7 @@ from genrec.configs.schema import ConfigError, ExperimentConfig, RankingArgs
 from genrec.data.batch import Batch
 from genrec.data.format import DatasetMetadata
 from genrec.hstu.encoder import HSTUEncoder
+from genrec.hstu.precision.region import fp8_region
 from genrec.hstu.preprocessor import DTYPES, HSTUInputs
 from genrec.model.embedding import FeatureEmbeddings, embedding_tables, feature_dim
 from genrec.model.features import feature_layout
@@ -94,7 +95,7 @@ class RankingModel(nn.Module):
                 layernorm=self.args.head_layernorm,
                 dropout_rate=self.args.head_dropout,
                 zero_init=self.args.head_zero_init,
-                precision=config.mixed_precision if config.mixed_precision.enable_fp8_for_prediction_head else None,
+                precision=config.mixed_precision,
             )
 
     @property
@@ -105,8 +106,9 @@ class RankingModel(nn.Module):
     def forward(self, batch: Batch) -> RankingOutput:
         """Logits and loss of each labelled item, ``batch.labels`` long."""
         inputs = _cast(self.embeddings(batch), self.dtype)
-        states = self.encoder(inputs, num_labelled=batch.num_labelled, num_states=batch.labels.shape[0])
-        logits = self.head(states)
+        with fp8_region():
+            states = self.encoder(inputs, num_labelled=batch.num_labelled, num_states=batch.labels.shape[0])
+            logits = self.head(states)
         return RankingOutput(loss_per_target=self._loss(logits, batch.labels), logits=logits, labels=batch.labels)
 
     def scores(self, output: RankingOutput) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -12,11 +14,14 @@ from torch import nn
 from genrec.configs.availability import check_available
 from genrec.configs.loading import describe
 from genrec.configs.schema import ExperimentConfig
+from genrec.hstu.precision.capability import check_linear_available
 from genrec.hstu.preprocessor import DTYPES
 from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
+from genrec.training.checkpoint import require_writable, resolve_checkpoint
 from genrec.training.datasets import read_run_metadata
 from genrec.training.optim import embedding_parameters
+from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.sharding import choose_device
 
 MIB = 2**20
@@ -25,16 +30,18 @@ STATE_PER_WEIGHT = {"adam": 2, "adamw": 2, "sgd": 0, "rowwise_adagrad": 0}
 
 
 def check(config: ExperimentConfig) -> None:
-    """Build the model on the meta device and print the configuration, its parameters and an estimate of memory.
+    """Build the model on the meta device and print configuration, precision, parameters and an estimate of memory.
 
     Raises UserError where the configuration cannot be run.
     """
     require_available(config)
+    check_places(config)
     metadata = read_run_metadata(config)
     model = RankingModel(config, metadata=metadata, device=torch.device("meta"))
     tokens = feature_layout(config, metadata).max_num_tokens
     console = Console(soft_wrap=True)
     console.print(describe(config), markup=False, highlight=False)
+    console.print(precision_table(model_rows(model, config)))
     console.print(_parameter_table(model))
     memory = {**weight_memory(config, model), "activations of a full batch (about)": activation_memory(config, tokens)}
     table = Table("memory on a rank", "MiB", title=None)
@@ -44,8 +51,22 @@ def check(config: ExperimentConfig) -> None:
 
 
 def require_available(config: ExperimentConfig) -> None:
-    """Raise UnavailableError for what this version lacks on the device that the run would use."""
-    check_available(config, device_type=choose_device(config.trainer.device).type)
+    """Raise UnavailableError for what this version, or the device that the run would use, lacks."""
+    check_available(config)
+    device = choose_device(config.trainer.device)
+    # Asked of this rank's own GPU, which is not the current one before the process group is joined.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        check_linear_available(config.mixed_precision, device.type)
+
+
+def check_places(config: ExperimentConfig) -> None:
+    """Raise UserError where a run could not write its outputs, or read the checkpoint to start from; writes nothing."""
+    trainer = config.trainer
+    for name, folder in (("output_dir", trainer.output_dir), ("ckpt_save_dir", trainer.ckpt_save_dir)):
+        if folder:
+            require_writable(Path(folder), what=f"TrainerArgs.{name} = {folder!r}")
+    if trainer.ckpt_load_dir:
+        resolve_checkpoint(Path(trainer.ckpt_load_dir))
 
 
 def weight_memory(config: ExperimentConfig, model: nn.Module) -> dict[str, int]:

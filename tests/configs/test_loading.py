@@ -49,6 +49,15 @@ REFUSED_LINES = {
                   "gin: text needs quotes, such as DatasetArgs.dataset_name = 'ml-20m'"),
     "bare path": ("TrainerArgs.output_dir = ./out", "...text needs quotes, such as TrainerArgs.output_dir = './out'"),
     "other language's true": ("TrainerArgs.profile = true", "...not valid gin: write TrainerArgs.profile = True"),
+    "a name that looks like None": ("TrainerArgs.pipeline_type = none", "run.gin:13: ...text needs quotes, such as "
+                                    "TrainerArgs.pipeline_type = 'none'"),
+    "such a name before a comment": ("TrainerArgs.pipeline_type = none  # 'none', native", "...text needs quotes, such "
+                                     "as TrainerArgs.pipeline_type = 'none'"),
+    "such a name in a block": ("NetworkArgs:\n    relative_bias = none", "run.gin:14: ...text needs quotes, such as "
+                               "relative_bias = 'none'"),
+    "other language's None": ("MixedPrecisionArgs.linear_recipe = null", "...write MixedPrecisionArgs.linear_recipe = "
+                              "None"),
+    "other language's None in a macro": ("RECIPE = none", "...write RECIPE = None"),
     "product": ("TrainerArgs.train_batch_size = 2 * 64", "...gin has no arithmetic, write the result"),
     "product with a macro": ("N = 2\nTrainerArgs.train_batch_size = 2 * %N", "run.gin:14: ...gin has no arithmetic..."),
     "difference": ("TrainerArgs.train_batch_size = 128 - 64", "...gin has no arithmetic, write the result"),

@@ -1,11 +1,13 @@
 """The shipped presets, and files as recsys-examples' users write them."""
 
+import dataclasses
+
 import pytest
 
 from genrec.configs.availability import check_available
 from genrec.configs.loading import load_experiment
 from genrec.configs.lookup import presets
-from genrec.configs.schema import DynamicEmbeddingArgs, RandomDistribution, UnavailableError
+from genrec.configs.schema import DynamicEmbeddingArgs, MixedPrecisionArgs, RandomDistribution, UnavailableError
 
 # Every construct that the files of recsys-examples' HSTU training use: scopes, references in lists and dicts, dynamic
 # tables, tuples and lists for metrics, integers for floats, the same field bound twice.
@@ -83,14 +85,54 @@ OptimizerArgs.optimizer_str = 'adam'
 OptimizerArgs.learning_rate = 1e-3
 TensorModelParallelArgs.tensor_model_parallel_size = 2"""
 
+# The file that the public pull request for FP8 training brought to recsys-examples.
+PUBLIC_FP8_BINDINGS = """
+TrainerArgs.train_batch_size = 128
+TrainerArgs.eval_batch_size = 128
+TrainerArgs.eval_interval = 100
+TrainerArgs.log_interval = 100
+TrainerArgs.seed = 1234
+TrainerArgs.max_train_iters = 1000
+TrainerArgs.profile = True
+
+DatasetArgs.dataset_name = 'ml-20m'
+DatasetArgs.max_sequence_length = 200
+DatasetArgs.shuffle = True
+DatasetArgs.max_num_candidates = 20
+
+NetworkArgs.dtype_str = "bfloat16"
+NetworkArgs.num_layers = 1
+NetworkArgs.num_attention_heads = 4
+NetworkArgs.hidden_size = 128
+NetworkArgs.kv_channels = 128
+NetworkArgs.target_group_size = 1
+
+RankingArgs.prediction_head_arch = [512, 10]
+RankingArgs.prediction_head_bias = True
+RankingArgs.num_tasks = 1
+RankingArgs.eval_metrics = ("AUC",)
+
+OptimizerArgs.optimizer_str = 'adam'
+OptimizerArgs.learning_rate = 1e-3
+OptimizerArgs.adam_beta1 = 0.9
+OptimizerArgs.adam_beta2 = 0.98
+
+TensorModelParallelArgs.tensor_model_parallel_size = 1
+
+MixedPrecisionArgs.mixed_precision_dtype = "fp8"
+MixedPrecisionArgs.linear_recipe = "tensorwise"
+MixedPrecisionArgs.linear_scaling_precision = "hybrid"
+MixedPrecisionArgs.hstu_attn_quantization_mode = "bf16"
+"""
+
 
 def load_preset(name, *bindings):
     return load_experiment("ranking", gin_files=[name], gin_bindings=bindings)
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
-def test_every_preset_loads_and_is_available_on_a_cpu(name):
-    check_available(load_preset(name), device_type="cpu")
+def test_every_preset_loads_and_is_available(name):
+    check_available(load_preset(name))
 
 
 def test_movielens_100k_has_a_task_for_each_label_bit_on_every_event():
@@ -114,6 +156,41 @@ def test_movielen_has_the_bindings_of_recsys_examples():
     assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2) == (0.9, 0.98)
 
 
+def test_movielens_fp8_is_what_the_public_bindings_say(load):
+    """Accepted unchanged, and the preset adds nothing to them."""
+    config = load(PUBLIC_FP8_BINDINGS)
+    assert config.mixed_precision == MixedPrecisionArgs(
+        mixed_precision_dtype="fp8",
+        linear_recipe="tensorwise",
+        linear_scaling_precision="hybrid",
+        hstu_attn_quantization_mode="bf16",
+    )
+    assert config.mixed_precision.has_fp8_linears and not config.mixed_precision.has_fp8_attention
+    assert config.dataset.max_history_seqlen == 200
+    check_available(config)
+    preset = load_preset("movielens_ranking_fp8.gin")
+    assert preset.digest == config.digest
+    plain = load_preset("movielens_ranking_fp8.gin", "MixedPrecisionArgs.mixed_precision_dtype = None")
+    assert not plain.mixed_precision.has_fp8_linears
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["movielens_ranking_fp8.gin", "movielens_100k_ranking_fp8.gin"])
+def test_fp8_presets_take_every_recipe_and_the_head(name, recipe):
+    head = "MixedPrecisionArgs.enable_fp8_for_prediction_head = True"
+    config = load_preset(name, f"MixedPrecisionArgs.linear_recipe = {recipe!r}", head)
+    assert config.mixed_precision.linear_recipe == recipe
+
+
+def test_movielens_100k_fp8_differs_from_its_base_in_precision_alone():
+    base, config = load_preset("movielens_100k_ranking.gin"), load_preset("movielens_100k_ranking_fp8.gin")
+    assert config.mixed_precision == MixedPrecisionArgs(mixed_precision_dtype="fp8")
+    for part in ("dataset", "network", "optimizer", "ranking"):
+        assert getattr(config, part) == getattr(base, part)
+    assert dataclasses.replace(config.trainer, output_dir=base.trainer.output_dir) == base.trainer
+    assert config.trainer.output_dir != base.trainer.output_dir
+
+
 def test_a_recsys_examples_benchmark_file_parses_and_names_what_is_missing(load):
     config = load(RECSYS_EXAMPLES_STYLE)
     events = config.dataset.feature_args[0]
@@ -123,6 +200,6 @@ def test_a_recsys_examples_benchmark_file_parses_and_names_what_is_missing(load)
     assert config.dataset.embedding_args[0].sharding_type == "model_parallel"
     assert (config.trainer.log_interval, config.network.hidden_dropout) == (50, 0.0)
     with pytest.raises(UnavailableError) as caught:
-        check_available(config, device_type="cpu")
+        check_available(config)
     for part in ("tensor parallelism", "'cutlass'", "DynamicEmbeddingArgs", "'model_parallel'"):
         assert part in str(caught.value)

@@ -119,10 +119,14 @@ REFUSED = [
     ("TensorModelParallelArgs", {"tensor_model_parallel_size": 0}, "must be at least 1"),
     ("MixedPrecisionArgs", {"mixed_precision_dtype": "fp4"}, "must be one of 'fp8'"),
     ("MixedPrecisionArgs", {"linear_recipe": "rowwise"}, "one of 'delayed', 'tensorwise', 'blockwise', 'mxfp8'"),
-    ("MixedPrecisionArgs", {"linear_scaling_precision": "e5m2"}, "must be one of 'hybrid', 'e4m3'"),
+    ("MixedPrecisionArgs", {"linear_scaling_precision": "fp8"}, "must be one of 'hybrid', 'e4m3'"),
     ("MixedPrecisionArgs", {"mixed_precision_dtype": "fp8", "linear_recipe": None}, "must come with a linear_recipe"),
     ("MixedPrecisionArgs", {"backend": "native"}, "must be one of 'te', 'emulated'"),
     ("MixedPrecisionArgs", {"pad_multiple": 0}, "must be at least 1"),
+    ("MixedPrecisionArgs", {"margin": 17}, "margin = 17 must be at most 16"),
+    ("MixedPrecisionArgs", {"margin": -1}, "margin = -1 must be at least 0"),
+    ("MixedPrecisionArgs", {"amax_history_len": 0}, "amax_history_len = 0 must be at least 1"),
+    ("MixedPrecisionArgs", {"amax_compute_algo": "mean"}, "must be one of 'max', 'most_recent'"),
 ]  # fmt: skip
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from genrec.configs.schema import UserError
+from genrec.hstu.precision import capability
+from genrec.training import preflight
 from genrec.training.scoring import main as evaluate_main
 from genrec.training.train import main
 
@@ -34,7 +38,7 @@ def bad_dataset(path):
         ("DatasetArgs.dataset_name = 'ml-20'", ["ml-20", "ml-100k", "ml-20m"]),
         ("DatasetArgs.contextual_features = ['gender']", ["gender", "age"]),
         ("DatasetArgs.split = 'user'", ["split", "user", "leave_last"]),
-        ("TrainerArgs.nonfinite = 'locate'", ["locate"]),
+        ("TrainerArgs.pipeline_type = none", ["text needs quotes", "TrainerArgs.pipeline_type = 'none'"]),
         ("TrainerArgs.ckpt_load_dir = '/no/such/folder'", ["/no/such/folder"]),
         ("DatasetArgs.dataset_path = '/no/such/folder'", ["/no/such/folder", "prepare_data.py"]),
         ("RankingArgs.prediction_head_arch = [8, 3]", ["prediction_head_arch"]),
@@ -43,6 +47,51 @@ def bad_dataset(path):
 def test_bad_binding(refusal, binding, words):
     sentence = refusal(binding)
     assert not [word for word in words if word not in sentence], sentence
+
+
+FP8 = "MixedPrecisionArgs.mixed_precision_dtype = 'fp8'"
+EMULATED = "MixedPrecisionArgs.backend = 'emulated'"
+
+
+@pytest.mark.parametrize(
+    ("bindings", "words"),
+    [
+        ([EMULATED, "NetworkArgs.hidden_size = 1000"], ["NetworkArgs.hidden_size = 1000", "16", "992 or 1008"]),
+        ([EMULATED, "NetworkArgs.kv_channels = 8", "NetworkArgs.num_attention_heads = 3"], ["kv_channels = 8 times"]),
+        ([EMULATED, "MixedPrecisionArgs.linear_recipe = 'rowwise'"], ["'rowwise'", "'delayed', 'tensorwise', 'block"]),
+        ([EMULATED, "MixedPrecisionArgs.linear_scaling_precision = 'e5m2'"], ["'e5m2'", "'hybrid'", "'e4m3'"]),
+        ([EMULATED, "MixedPrecisionArgs.amax_history_len = 16"], ["amax_history_len = 16", "1024", "'delayed'"]),
+        ([EMULATED, "MixedPrecisionArgs.hstu_attn_quantization_mode = 'fp8'"], ["FP8 attention", "'bf16' is"]),
+        (["MixedPrecisionArgs.linear_recipe = 'delayed'"], ["'delayed'", "needs a GPU", EMULATED]),
+    ],
+)
+def test_bad_fp8(refusal, bindings, words):
+    sentence = refusal(FP8, *bindings)
+    assert not [word for word in words if word not in sentence], sentence
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capabilities", "words"),
+    [
+        ("mxfp8", {"delayed": "", "tensorwise": "", "blockwise": "", "mxfp8": "MXFP8 needs another GPU"},
+         ["'mxfp8'", "MXFP8 needs another GPU", "'delayed', 'tensorwise', 'blockwise' are", EMULATED]),
+        ("tensorwise", dict.fromkeys(("delayed", "tensorwise", "blockwise", "mxfp8"), capability.NOT_INSTALLED),
+         ["'tensorwise'", "Transformer Engine is not installed", "requirements/cuda.txt", EMULATED]),
+    ],
+    ids=["mxfp8 on Hopper", "te without Transformer Engine"],
+)  # fmt: skip
+def test_fp8_that_the_gpu_or_its_software_lacks(refusal, monkeypatch, recipe, capabilities, words):
+    monkeypatch.setattr(preflight, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(capability, "linear_capabilities", lambda: capabilities)
+    for check in (False, True):
+        bindings = (
+            f"MixedPrecisionArgs.linear_recipe = {recipe!r}",
+            "NetworkArgs.hidden_size = 32",
+            "NetworkArgs.kv_channels = 16",
+        )
+        sentence = refusal(FP8, *bindings, check=check)
+        assert not [word for word in words if word not in sentence], sentence
 
 
 def test_missing_file(refusal):
@@ -138,17 +187,24 @@ def test_evaluate_without_a_checkpoint(capsys, tmp_path, monkeypatch, arguments,
     assert "Traceback" not in err
 
 
-def test_in_a_process_of_its_own(examples, train_command):
-    command = [
-        sys.executable,
-        str(examples / "pretrain_gr_ranking.py"),
-        *train_command("TrainerArgs.train_batch_size = 0"),
-    ]
+@pytest.mark.parametrize(
+    ("preset", "bindings", "words"),
+    [
+        (None, ["TrainerArgs.train_batch_size = 0"], "train_batch_size"),
+        ("movielens_ranking_fp8.gin", ["NetworkArgs.hidden_size = 1000"], "such as 992 or 1008"),
+        ("movielens_ranking_fp8.gin", ["TrainerArgs.device = 'cpu'"], EMULATED),
+    ],
+    ids=["no user a batch", "width for FP8", "FP8 on a CPU"],
+)
+def test_in_a_process_of_its_own(examples, train_command, preset, bindings, words):
+    arguments = train_command(*bindings) if preset is None else train_command(*bindings, gin_file=preset)
+    command = [sys.executable, str(examples / "pretrain_gr_ranking.py"), *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 2
     assert finished.stdout == ""
     assert len(finished.stderr.splitlines()) == 1
     assert finished.stderr.startswith("error: ")
+    assert words in finished.stderr
 
 
 def test_an_interrupt_is_no_traceback(train_command, monkeypatch, capsys):

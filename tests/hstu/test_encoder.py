@@ -161,7 +161,7 @@ def test_padding_rows_change_nothing(make_encoder, make_inputs, style, multiple)
     results = []
     for precision in (None, MixedPrecisionArgs(pad_multiple=multiple)):
         encoder = make_encoder(layer_style=style)
-        encoder.preprocessor.pad_multiple = (precision.pad_multiple if precision else None) or 1
+        encoder.preprocessor.row_multiple = (precision.pad_multiple if precision else None) or 1
         states = encode(encoder, inputs, labelled)
         parameters = [inputs.item, inputs.action, inputs.context, *encoder.parameters()]
         results.append([states, *torch.autograd.grad(states.square().sum(), parameters)])

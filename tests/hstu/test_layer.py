@@ -189,14 +189,11 @@ def test_recomputed_results_are_not_kept_between_forward_and_backward(make_netwo
 
 
 def test_precision_that_is_not_there(make_network):
-    fp8 = MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_recipe="tensorwise")
-    with pytest.raises(UnavailableError, match="linear_recipe 'tensorwise'"):
-        HSTULayer(make_network(), max_seqlen_tokens=4, precision=fp8)
-    fp8 = MixedPrecisionArgs(mixed_precision_dtype="fp8", hstu_attn_quantization_mode="per-block")
+    fp8 = MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_recipe=None, hstu_attn_quantization_mode="per-block")
     with pytest.raises(UnavailableError, match="hstu_attn_quantization_mode 'per-block'"):
         HSTULayer(make_network(), max_seqlen_tokens=4, precision=fp8)
-    with pytest.raises(UnavailableError, match="kernel_backend 'triton'"):
-        HSTULayer(make_network(kernel_backend="triton"), max_seqlen_tokens=4)
+    with pytest.raises(UnavailableError, match="kernel_backend 'cutlass'"):
+        HSTULayer(make_network(kernel_backend="cutlass"), max_seqlen_tokens=4)
 
 
 def test_bfloat16_activations_with_float32_weights(make_network, case):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from genrec.configs.schema import MixedPrecisionArgs, UnavailableError
+from genrec.configs.schema import ConfigError, MixedPrecisionArgs
 from genrec.hstu.dropout import dropout
 from genrec.hstu.linear import make_linear
 from genrec.hstu.norm import HeadNorm, Norm
@@ -25,12 +25,14 @@ def test_linear_starts_xavier_uniform_and_keeps_its_weights_in_float32():
     assert make_linear(6, 10, bias=False).bias is None
 
 
-def test_fp8_linears_are_refused_until_they_exist():
-    with pytest.raises(UnavailableError, match=r"linear_recipe 'blockwise' \(FP8 linears\) is not available"):
-        make_linear(
-            16, 16, bias=True, precision=MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_recipe="blockwise")
-        )
-    make_linear(16, 16, bias=True, precision=MixedPrecisionArgs())
+@pytest.mark.parametrize(("dims", "recipe", "multiple"), [((24, 32), "blockwise", 16), ((32, 48), "mxfp8", 32)])
+def test_dimensions_that_fp8_can_not_take_are_refused(dims, recipe, multiple):
+    precision = MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_recipe=recipe)
+    with pytest.raises(ConfigError, match=rf"{dims[0]} -> {dims[1]} can't run in FP8 \({recipe}\).*of {multiple} "):
+        make_linear(*dims, bias=True, precision=precision)
+    for off in (None, MixedPrecisionArgs(), MixedPrecisionArgs(linear_recipe=recipe)):
+        assert make_linear(*dims, bias=True, precision=off).recipe is None
+    assert make_linear(*dims, bias=True, precision=precision, why_not="for a reason").why_not == "for a reason"
 
 
 def test_head_norm_is_torchs_group_norm():

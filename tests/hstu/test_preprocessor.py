@@ -72,7 +72,7 @@ def test_other_widths_are_projected_by_mlps(make_network, make_inputs):
     preprocessor = build(make_network, widths=(5, 5, 5))
     mlp = lambda net, x: net[2](torch.relu(net[0](x)))  # noqa: E731
     values = preprocessor(inputs).values
-    assert torch.equal(values[1], mlp(preprocessor.item_mlp, inputs.item)[0])
+    torch.testing.assert_close(values[1], mlp(preprocessor.item_mlp, inputs.item)[0])
     # Items and actions of one width share an MLP, as in recsys-examples; contexts have their own.
     assert preprocessor.action_mlp is None
     torch.testing.assert_close(values[2], mlp(preprocessor.item_mlp, inputs.action)[0])

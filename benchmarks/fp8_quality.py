@@ -1,0 +1,163 @@
+"""Does FP8 cost accuracy? Trains one gin file in bfloat16 and with each FP8 recipe, several seeds of each.
+
+    python benchmarks/fp8_quality.py --dataset-path prepared/ml-100k [--gin-config-file movielens_ranking_fp8.gin]
+        [--iters 2000] [--seeds 1 2 3] [--variants bf16 delayed tensorwise blockwise] [--jobs 4] [--output FILE]
+
+Every run is examples/pretrain_gr_ranking.py in a process of its own; --jobs of them share the device, so their speed
+says nothing. Writes the test AUC of every run, each variant's mean and its difference from bfloat16's with the standard
+error of that difference, whether every loss and metric was finite, and the loss curves, as JSON and as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = "bf16"
+BOUND = 0.002  # how far a recipe's mean test AUC may lie from bfloat16's
+VARIANTS = {
+    BASE: ["MixedPrecisionArgs.mixed_precision_dtype = None"],
+    **{
+        recipe: [f"MixedPrecisionArgs.linear_recipe = '{recipe}'"]
+        for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
+    },
+}
+
+
+def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run: {"variant", "seed", "finite", "test": {protocol: metrics}, "curve": [[step, loss], ...]}."""
+    output = folder / f"{variant}_seed{seed}"
+    bindings = [
+        f"TrainerArgs.seed = {seed}",
+        f"TrainerArgs.output_dir = '{output}'",
+        f"TrainerArgs.max_train_iters = {args.iters}",
+        f"TrainerArgs.eval_interval = {args.eval_interval}",
+        "TrainerArgs.profile = False",
+        "DatasetArgs.dataset_name = 'ml-100k'",
+        f"DatasetArgs.dataset_path = '{args.dataset_path.resolve()}'",
+        *VARIANTS[variant],
+        *args.gin_bindings,
+    ]
+    command = [sys.executable, str(ROOT / "examples" / "pretrain_gr_ranking.py")]
+    command += ["--gin-config-file", args.gin_config_file]
+    for binding in bindings:
+        command += ["--gin-bindings", binding]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{variant}, seed {seed}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    curve = [[line["step"], line["loss"]] for line in lines if line["event"] == "train"]
+    tests = {line["protocol"]: line["metrics"] for line in lines if line["event"] == "test"}
+    numbers = [loss for _, loss in curve] + [metrics["auc"] for metrics in tests.values()]
+    return {
+        "variant": variant,
+        "seed": seed,
+        # What is not finite is null in metrics.jsonl; a skipped step has a line of its own.
+        "finite": all(n is not None and math.isfinite(n) for n in numbers)
+        and not any(line["event"] == "skipped" for line in lines),
+        "test": tests,
+        "curve": curve,
+    }
+
+
+def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per variant and protocol: mean, standard deviation, difference from bfloat16 and its standard error."""
+    result: dict[str, Any] = {}
+    variants = list(dict.fromkeys(run["variant"] for run in runs))
+    for protocol in runs[0]["test"]:
+        aucs = {v: [r["test"][protocol]["auc"] for r in runs if r["variant"] == v] for v in variants}
+        base = aucs.get(BASE)
+        for variant, values in aucs.items():
+            row = {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+            if base is not None and variant != BASE and len(values) > 1:
+                error = math.sqrt(statistics.variance(values) / len(values) + statistics.variance(base) / len(base))
+                difference = row["mean"] - statistics.mean(base)
+                within = abs(difference) <= BOUND or abs(difference) <= 2 * error
+                row |= {"minus_bf16": difference, "standard_error": error, "within": within}
+            result.setdefault(variant, {})[protocol] = row
+    for variant in variants:
+        result[variant]["all_finite"] = all(run["finite"] for run in runs if run["variant"] == variant)
+    return result
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Mean training loss of each variant against the step."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for variant in dict.fromkeys(run["variant"] for run in runs):
+        curves = [run["curve"] for run in runs if run["variant"] == variant]
+        steps = [step for step, _ in curves[0]]
+        losses = zip(*([loss for _, loss in curve] for curve in curves), strict=True)
+        axes.plot(steps, [statistics.mean(seeds) for seeds in losses], label=variant)
+    axes.set(xlabel="step", ylabel="training loss", title=f"mean of {len(curves)} seeds")
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    found = {"torch": torch.__version__}
+    for name in ("transformer_engine", "triton", "fbgemm_gpu", "torchrec"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> int:
+    """Train all, write, print; 1 if a run was not finite or a variant lies outside the bound."""
+    parser = argparse.ArgumentParser(description="Accuracy of FP8 recipes against bfloat16.")
+    parser.add_argument("--gin-config-file", default="movielens_ranking_fp8.gin")
+    parser.add_argument("--gin-bindings", action="append", default=[])
+    parser.add_argument("--dataset-path", type=Path, required=True)
+    parser.add_argument("--iters", type=int, default=2000)
+    parser.add_argument("--eval-interval", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[BASE, "delayed", "tensorwise", "blockwise"])
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fp8_linear_quality.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [
+            pool.submit(train, variant, seed, args=args, folder=Path(folder))
+            for seed in args.seeds
+            for variant in args.variants
+        ]
+        runs = [job.result() for job in jobs]
+    report = {
+        "benchmark": "accuracy of FP8",
+        "gin_file": args.gin_config_file,
+        "gin_bindings": args.gin_bindings,
+        "iters": args.iters,
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": versions(),
+        "summary": compare(runs),
+        "runs": runs,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    plot(runs, args.output.with_suffix(".png"))
+    print(json.dumps(report["summary"], indent=1))
+    rows = [row for variant in report["summary"].values() for row in variant.values() if isinstance(row, dict)]
+    good = all(run["finite"] for run in runs) and all(row.get("within", True) for row in rows)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

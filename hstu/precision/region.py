@@ -1,0 +1,83 @@
+"""One forward pass of the linears that run in FP8: what delayed scaling calls an iteration.
+
+Delayed scaling updates its scales once a pass: those of inputs and weights when the pass ends, those of gradients when
+its backward ends, that is after the backward of the linear that came first. A region is such a pass. Models open one
+around everything that runs in FP8; regions inside it join it, so an encoder or a single linear works on its own too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from genrec.hstu.precision.delayed import DelayedState, update_states
+
+
+class Region:
+    """A pass under way.
+
+    states: of the linears with delayed scaling that ran in it, in order, each once. exits: closed when it ends; what
+    else must enclose the pass (Transformer Engine's autocast) is put there by the first linear that needs it.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[DelayedState] = []
+        self.exits = contextlib.ExitStack()
+        self.autocasts: set[object] = set()
+
+    def record(self, state: DelayedState) -> bool:
+        """Note that the linear of ``state`` runs; returns whether it is the first call of the pass."""
+        first = not self.states
+        if not any(state is other for other in self.states):
+            self.states.append(state)
+        return first
+
+
+_open: list[Region] = []
+
+
+@contextlib.contextmanager
+def fp8_region() -> Iterator[Region]:
+    """Open a region, or join the one that is open. Its end updates the scales, if gradients are wanted."""
+    if _open:
+        yield _open[0]
+        return
+    region = Region()
+    _open.append(region)
+    try:
+        with region.exits:
+            yield region
+    finally:
+        _open.clear()
+    if torch.is_grad_enabled():
+        update_states(region.states, ("input", "weight"))
+
+
+class FiniteWatch:
+    """Remembers whether anything not finite entered an FP8 product since the last look.
+
+    A saturating cast turns infinity into a large number, and a recipe answers an infinite amax with a scale of 1 or an
+    old one, so neither a loss nor a gradient need tell of it. ``watch`` is one reading pass, without a device sync.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def watch(self, x: Tensor) -> None:
+        """Take in the largest magnitude of ``x``; NaN stays."""
+        if x.numel() == 0:
+            return
+        amax = torch.linalg.vector_norm(x, float("inf")).float()
+        before = self._largest.get(x.device)
+        self._largest[x.device] = amax if before is None else torch.maximum(before, amax)
+
+    def take(self, device: torch.device) -> Tensor | None:
+        """() float32: the largest magnitude seen on ``device`` since the last call, None where nothing was."""
+        return self._largest.pop(device, None)
+
+
+FINITE_WATCH = FiniteWatch()
