@@ -62,6 +62,14 @@ def assert_same_bits(first, second):
         assert torch.equal(a, b)
 
 
+def randomize_vectors(model):
+    """Biases and norms, which start at 0 and 1."""
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter)
+
+
 def force_padding(monkeypatch, rows):
     """Exactly so many padding rows in the encoder, whatever the recipe needs; linears add what that lacks."""
     monkeypatch.setattr(HSTUPreprocessor, "num_padding", lambda self, num_tokens: rows)
@@ -71,20 +79,47 @@ def force_padding(monkeypatch, rows):
 @pytest.mark.parametrize("scaling", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_padding_rows_change_no_bit(recipe, scaling, layer_style, make_model, make_batch, monkeypatch) -> None:
-    """Loss, gradients and what delayed scaling remembers, over three batches, with dropout and projections."""
+    """Loss, gradients and what delayed scaling remembers, over four batches, with dropout and projections.
+
+    Norms and linears have biases that make something of a row of zeros, and one batch has so few tokens that this
+    something would be the largest in its block.
+    """
     precision = fp8(recipe, linear_scaling_precision=scaling, enable_fp8_for_prediction_head=True)
     network = {"layer_style": layer_style, "hidden_dropout": 0.2, "item_embedding_dim": 64, "dtype_str": "bfloat16"}
-    batches = [make_batch([1, 2, 3], lengths=lengths) for lengths in ([5, 0, 9], [4, 3, 2], [8, 1, 7])]
+    batches = [make_batch([1, 2, 3], lengths=lengths) for lengths in ([5, 0, 9], [4, 3, 2])]
+    batches += [make_batch([4], lengths=[1]), make_batch(list(range(9)), lengths=[12] * 8 + [5])]
     results = []
     for rows in (0, 1, 9, 15, 16):
         with monkeypatch.context() as patch:
             force_padding(patch, rows)
             model = make_model(precision, network=network)
+            randomize_vectors(model)
             losses, gradients = loss_and_gradients(model, batches)
             results.append((losses, gradients, list(precision_tensors(model).values())))
     assert all(gradient.any() for gradient in results[0][1][:1])
     for other in results[1:]:
         assert_same_bits(results[0], other)
+
+
+@pytest.mark.parametrize("layer_style", ["recsys_examples", "dlrm_v3", "research"])
+def test_padding_rows_enter_every_product_as_zeros(layer_style, make_model, make_batch, monkeypatch) -> None:
+    """Forward and backward, whatever norms and biases make of a row of zeros, so that no amax sees them."""
+    force_padding(monkeypatch, 9)
+    model = make_model(fp8(), network={"layer_style": layer_style, "hidden_dropout": 0.2})
+    randomize_vectors(model)
+    num_tokens = 3 * 2 + 2 * (5 + 0 + 9)  # two contexts a user, two tokens an event
+    seen = []
+
+    def check(name, rows):
+        assert rows.shape[0] == num_tokens + 9 and not rows[num_tokens:].any(), name
+        assert rows.any(), name
+        seen.append(name)
+
+    for name, linear in linears(model.encoder.block).items():
+        linear.register_forward_pre_hook(lambda module, inputs, name=name: check(f"{name} forward", inputs[0]))
+        linear.register_full_backward_pre_hook(lambda module, dy, name=name: check(f"{name} backward", dy[0]))
+    loss_and_gradients(model, [make_batch([1, 2, 3], lengths=[5, 0, 9])])
+    assert len(seen) == 2 * 2 * 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
