@@ -110,7 +110,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Of what the numbers depend on."""
-    found = {"torch": torch.__version__}
+    found: dict[str, str] = {"torch": torch.__version__}
     for name in ("transformer_engine", "triton", "fbgemm_gpu", "torchrec"):
         try:
             found[name] = importlib.metadata.version(name)

@@ -105,7 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Which shapes FP8 linears take.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fp8_linear_shapes.json")
     args = parser.parse_args()
-    report = {
+    report: dict[str, Any] = {
         "benchmark": "shapes of FP8 linears",
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),

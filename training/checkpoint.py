@@ -188,6 +188,18 @@ def write_atomically(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
+def require_writable(folder: Path, *, what: str) -> None:
+    """Raises UserError, "``what`` cannot be written: ...", where files can't be made in ``folder``; makes nothing.
+
+    A folder that is not there yet is judged by the nearest one above it that is.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{what} cannot be written: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{what} cannot be written: Permission denied ({existing})")
+
+
 def sync_directory(path: Path) -> None:
     """Wait until renames and new names in ``path`` are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from genrec.data.batch import Batch
 from genrec.data.format import DataError
+from genrec.hstu.precision.state import restore, snapshot
 from genrec.model.ranking import RankingModel
 from genrec.training.metrics import RankingMetrics
 from genrec.training.sharding import Ranks
@@ -88,7 +89,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate ``model`` (without DDP) on ``loader``, of which this rank sees its own part.
 
-    Leaves the random generators and the model's mode as they were. A rank's error in its data stops all ranks.
+    Leaves random generators, the model's mode and FP8 state as they were. An error in a rank's data stops all ranks.
     """
     metrics = make_metrics().to(ranks.device)
     num_targets = torch.zeros(1, dtype=torch.int64, device=ranks.device)
@@ -96,7 +97,7 @@ def evaluate(
     batches = iter(itertools.islice(loader, max_iters))
     with undisturbed(model), torch.no_grad():
         # All ranks have the same number of batches, so they end together.
-        while (batch := ranks.together(lambda: next(batches, None))) is not None:
+        while (batch := ranks.together(lambda: _next(batches, split))) is not None:
             on_device = batch.to(ranks.device)
             output = model(on_device)
             scores, labels = model.scores(output), model.binary_labels(output.labels)
@@ -128,13 +129,22 @@ def read_item_vocabulary(directory: Path) -> np.ndarray:
         ) from error
 
 
+def _next(batches: Iterator[Batch], split: str) -> Batch | None:
+    """The next batch, None at the end; ids are checked as they are read, and an error says of which split they are."""
+    try:
+        return next(batches, None)
+    except DataError as error:
+        raise DataError(f"{split} split: {error}") from error
+
+
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in evaluation mode; afterwards its mode and the random generators are as before."""
-    was_training, state = model.training, random_state()
+    """Within it the model is in evaluation mode; afterwards its mode, random generators and FP8 state are as before."""
+    was_training, state, precision = model.training, random_state(), snapshot(model)
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
+        restore(model, precision)
         set_random_state(state)

@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from genrec.hstu.precision.table import PrecisionRow
 from genrec.training.checkpoint import write_atomically
 from genrec.training.evaluation import PROTOCOLS
 from genrec.training.metrics_log import Line
+from genrec.training.precision_report import precision_cells
 
 NAMES = {"auc": "AUC", "gauc": "GAUC", "ne": "NE", "logloss": "log loss", "accuracy": "accuracy"}
 SPLITS = {"valid": "validation", "test": "test"}
@@ -61,12 +63,19 @@ def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoin
     console.print(f"checkpoints: {checkpoints}")
 
 
-def write_report(lines: Sequence[Line], results: Sequence[Line], *, output_dir: Path, config_text: str) -> list[Path]:
+def write_report(
+    lines: Sequence[Line],
+    results: Sequence[Line],
+    *,
+    output_dir: Path,
+    config_text: str,
+    precision: Sequence[PrecisionRow] = (),
+) -> list[Path]:
     """Write report.png and report.html into ``output_dir`` from the lines of metrics.jsonl; returns their paths."""
     picture = _curves(lines)
     png, page = output_dir / "report.png", output_dir / "report.html"
     png.write_bytes(picture)
-    write_atomically(page, _page(lines, results, picture=picture, config_text=config_text))
+    write_atomically(page, _page(lines, results, picture=picture, config_text=config_text, precision=precision))
     return [page, png]
 
 
@@ -94,10 +103,15 @@ def _curve(axes: Axes, lines: Sequence[Line], name: str, *, title: str) -> None:
     axes.set(title=title, xlabel="step")
 
 
-def _page(lines: Sequence[Line], results: Sequence[Line], *, picture: bytes, config_text: str) -> str:
-    header, cells = _cells(results)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+def _page(
+    lines: Sequence[Line],
+    results: Sequence[Line],
+    *,
+    picture: bytes,
+    config_text: str,
+    precision: Sequence[PrecisionRow],
+) -> str:
+    section = f"<h1>Precision</h1>\n{_html_table(*precision_cells(precision))}" if precision else ""
     train = [line for line in lines if line["event"] == "train"]
     tokens, users = (_mean([line[n] for line in train]) for n in ("tokens_per_s", "users_per_s"))
     return f"""<!doctype html>
@@ -106,13 +120,20 @@ def _page(lines: Sequence[Line], results: Sequence[Line], *, picture: bytes, con
 td, th {{ padding: 0.3em 1em; text-align: right }} pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto }}</style>
 </head><body>
 <h1>Results</h1>
-<table><tr>{head}</tr>{rows}</table>
+{_html_table(*_cells(results))}
 <p>Mean throughput: {tokens:,.0f} tokens/s, {users:,.0f} users/s.</p>
 <img src="data:image/png;base64,{base64.b64encode(picture).decode()}" alt="training curves" width="100%">
+{section}
 <h1>Configuration</h1>
 <pre>{html.escape(config_text)}</pre>
 </body></html>
 """
+
+
+def _html_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    return f"<table><tr>{head}</tr>{rows}</table>"
 
 
 def _cells(results: Sequence[Line]) -> tuple[list[str], list[list[str]]]:

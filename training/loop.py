@@ -16,7 +16,7 @@ from genrec.configs.schema import TrainerArgs
 from genrec.data.batch import Batch
 from genrec.training.evaluation import Evaluation
 from genrec.training.report import Meter, RunLog
-from genrec.training.sharding import Ranks
+from genrec.training.sharding import Attempt, Ranks
 from genrec.training.step import StepResult, TrainStep
 
 LOG = logging.getLogger(__name__)
@@ -69,12 +69,21 @@ class Loop:
         self.train_step.model.train()
         with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
             while self.step < self.total_steps:
-                batches = self.ranks.together(lambda: next(micro_batches))
+                batches = Attempt.of(lambda: self._next(micro_batches))
                 self.step += 1
-                result = self.train_step(batches, step=self.step)
+                result = self.train_step.attempt(batches, step=self.step)
                 self._record(result)
                 profile_step()
                 self._between_steps()
+        self.ranks.together(self.log.raise_failure)
+
+    def _next(self, micro_batches: Iterator[list[Batch]]) -> Sequence[Batch]:
+        """The next step's batches. Raises what went wrong with them, or with the log since the step before.
+
+        Rank 0 alone writes the log; told with the loader's errors, its failure costs no collective of its own.
+        """
+        self.log.raise_failure()
+        return next(micro_batches)
 
     def _record(self, result: StepResult) -> None:
         self.meter.add(result)

@@ -22,6 +22,7 @@ from genrec.training.checkpoint import require_writable, resolve_checkpoint
 from genrec.training.datasets import read_run_metadata
 from genrec.training.optim import embedding_parameters
 from genrec.training.precision_report import model_rows, precision_table
+from genrec.training.report import LOG_WIDTH
 from genrec.training.sharding import choose_device
 
 MIB = 2**20
@@ -40,6 +41,8 @@ def check(config: ExperimentConfig) -> None:
     model = RankingModel(config, metadata=metadata, device=torch.device("meta"))
     tokens = feature_layout(config, metadata).max_num_tokens
     console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
     console.print(describe(config), markup=False, highlight=False)
     console.print(precision_table(model_rows(model, config)))
     console.print(_parameter_table(model))

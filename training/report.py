@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 from genrec.configs.schema import UserError
@@ -20,6 +23,7 @@ from genrec.training.step import StepResult
 
 LOG = logging.getLogger(__name__)
 CONSOLE = Console(stderr=True)
+LOG_WIDTH = 160  # of a table among log lines
 
 
 class Meter:
@@ -64,7 +68,11 @@ class Meter:
 
 
 class RunLog:
-    """Writes and shows lines; on ranks other than 0 it does nothing."""
+    """Writes and shows lines; on ranks other than 0 it does nothing.
+
+    What the disk refuses is kept until all ranks ask for it by ``raise_failure``: raised at once, it would stop rank 0
+    alone, and the others would wait for it in their next collective.
+    """
 
     def __init__(self, output_dir: Path, *, is_main: bool, total_steps: int, first_step: int) -> None:
         """Lines of steps after ``first_step``, left by a run that was stopped, are dropped."""
@@ -72,6 +80,7 @@ class RunLog:
         self.path = output_dir / "metrics.jsonl"
         self._bar: Progress | None = None
         self._board: SummaryWriter | None = None
+        self._failure: UserError | None = None
         if not is_main:
             return
         try:
@@ -96,9 +105,10 @@ class RunLog:
         """Record a "train" line."""
         if self._board is None:
             return
-        append_lines(self.path, [line])
-        for name in ("loss", "learning_rate", "tokens_per_s", "users_per_s"):
-            self._board.add_scalar(f"train/{name}", line[name], line["step"])
+        with self._failing_later():
+            append_lines(self.path, [line])
+            for name in ("loss", "learning_rate", "tokens_per_s", "users_per_s"):
+                self._board.add_scalar(f"train/{name}", line[name], line["step"])
         if self._bar is None:
             LOG.info("step %d: %s", line["step"], _figures(line))
 
@@ -106,10 +116,12 @@ class RunLog:
         """Record evaluations, all with one write."""
         if self._board is None:
             return
-        append_lines(self.path, [evaluation_line(step, evaluation) for evaluation in evaluations])
+        with self._failing_later():
+            append_lines(self.path, [evaluation_line(step, evaluation) for evaluation in evaluations])
+            for evaluation in evaluations:
+                for name, value in evaluation.metrics.items():
+                    self._board.add_scalar(f"{evaluation.split}_{evaluation.protocol}/{name}", value, step)
         for evaluation in evaluations:
-            for name, value in evaluation.metrics.items():
-                self._board.add_scalar(f"{evaluation.split}_{evaluation.protocol}/{name}", value, step)
             first_task = {name: value for name, value in evaluation.metrics.items() if "_task" not in name}
             figures = ", ".join(f"{name} {value:.4f}" for name, value in first_task.items())
             LOG.info("step %d: %s, %s: %s", step, evaluation.split, evaluation.protocol, figures)
@@ -117,7 +129,14 @@ class RunLog:
     def other(self, line: Line) -> None:
         """Record a line of another kind, such as a step that was left out."""
         if self.is_main:
-            append_lines(self.path, [line])
+            with self._failing_later():
+                append_lines(self.path, [line])
+
+    def raise_failure(self) -> None:
+        """Raises UserError where something could not be written since this was last asked."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def lines(self) -> list[Line]:
         """Everything recorded so far."""
@@ -143,6 +162,15 @@ class RunLog:
             self._board.close()
             self._board = None
 
+    @contextlib.contextmanager
+    def _failing_later(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self._failure = error
+        except OSError as error:
+            self._failure = UserError(f"the log in {self.path.parent} cannot be written: {error.strerror or error}")
+
 
 def evaluation_line(step: int, evaluation: Evaluation) -> Line:
     """The "valid" or "test" line of metrics.jsonl."""
@@ -163,6 +191,16 @@ def setup_logging(*, is_main: bool) -> None:
     root.propagate = False  # libraries put a handler of their own on the root logger
     # TorchRec calls a function of which torch.fx warns.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def show_table(title: str, table: Table) -> None:
+    """Show ``table`` beside the log: on a terminal as it is, else as one log entry."""
+    if CONSOLE.is_terminal:
+        CONSOLE.print(title, table, sep="\n")
+        return
+    text = io.StringIO()
+    Console(file=text, width=LOG_WIDTH).print(table)
+    LOG.info("%s\n%s", title, text.getvalue().rstrip())
 
 
 def _figures(line: Line) -> str:

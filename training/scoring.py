@@ -10,7 +10,7 @@ from typing import cast
 
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ConfigError, ExperimentConfig, Task, UserError
-from genrec.training.checkpoint import read_host, resolve_checkpoint
+from genrec.training.checkpoint import read_host, require_writable, resolve_checkpoint
 from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
 from genrec.training.final_report import print_results
 from genrec.training.preflight import require_available
@@ -51,6 +51,8 @@ def score(
     require_available(config)
     table = ScoreTable()
     with process_group(config.trainer.device) as ranks:
+        if scores_path is not None:
+            ranks.together(lambda: _check_target(scores_path) if ranks.is_main else None)
         evaluator = ranks.together(lambda: _restored(config, checkpoint, ranks, split))
         if protocol not in evaluator.data.protocols:
             raise ConfigError(
@@ -71,6 +73,13 @@ def _restored(config: ExperimentConfig, checkpoint: Path, ranks: Ranks, split: s
     evaluator = Evaluator(config, ranks=ranks, splits=(split,))
     restore_for_evaluation(checkpoint, evaluator.model)
     return evaluator
+
+
+def _check_target(path: Path) -> None:
+    """Raises UserError before the evaluation, rather than after it, where ``path`` can't be written."""
+    if path.is_dir():
+        raise UserError(f"--scores {path} cannot be written: it is a folder")
+    require_writable(path.parent, what=f"--scores {path}")
 
 
 def _write(table: ScoreTable, path: Path, evaluator: Evaluator, ranks: Ranks) -> None:

@@ -9,9 +9,9 @@ import contextlib
 import datetime
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,22 @@ class RankError(UserError):
 
 
 @dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """What an action came to on this rank: its value, or the error that it raised."""
+
+    value: T | None = None
+    error: Exception | None = None
+
+    @staticmethod
+    def of(action: Callable[[], T]) -> Attempt[T]:
+        """Run ``action`` and keep an error of any kind: the others must not wait for this rank in a collective."""
+        try:
+            return Attempt(value=action())
+        except Exception as error:  # noqa: BLE001, see above
+            return Attempt(error=error)
+
+
+@dataclass(frozen=True)
 class Ranks:
     """This rank's place among all of them, and its device."""
 
@@ -52,6 +68,13 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def sum_counts(self, counts: Sequence[int]) -> list[int]:
+        """Whole numbers summed over ranks; of one rank they never go to the device and back."""
+        if self.world_size == 1:
+            return list(counts)
+        sums: list[int] = self.sum(torch.tensor(counts, dtype=torch.int64, device=self.device)).tolist()
+        return sums
+
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, by rank."""
         if self.world_size == 1:
@@ -66,15 +89,15 @@ class Ranks:
         ``action`` itself must not contain collectives. Raises the error on the first failing rank (a UserError as
         RankError if that is not rank 0), PeerStopped on the others.
         """
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = action()
-        except Exception as caught:  # noqa: BLE001, of any kind: the others must not wait for this rank in a collective
-            error = caught
-        num_failed = self.sum(torch.tensor([int(error is not None)], device=self.device))
-        if not int(num_failed):
-            return result  # type: ignore[return-value]
+        attempt = Attempt.of(action)
+        (num_failed,) = self.sum_counts([int(attempt.error is not None)])
+        return self.settle(attempt, num_failed=num_failed)
+
+    def settle(self, attempt: Attempt[T], *, num_failed: int) -> T:
+        """The second half of ``together``, where the ranks have counted failures in a collective of their own."""
+        error = attempt.error
+        if not num_failed:
+            return attempt.value  # type: ignore[return-value]
         first = self.gather(error is not None).index(True)
         if error is None or self.rank != first:
             raise PeerStopped(f"rank {first} stopped with an error")

@@ -1,9 +1,10 @@
-"""What a checkpoint holds: model, optimizers and average as named tensors; random states as JSON values."""
+"""What a checkpoint holds: model, optimizers, average and FP8 state as named tensors; random states as JSON values."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +16,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from genrec.configs.schema import ExperimentConfig
+from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint import CheckpointError, read_tensors
 
-MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
+LOG = logging.getLogger(__name__)
+
+MODEL, OPTIMIZER, AVERAGE, PRECISION = "model.", "optimizer.", "average.", "precision."
 
 # Fields that may change between a checkpoint and the run that continues it. None of them changes what a step computes:
 # a longer run needs a constant learning rate (check_same_run), "skip" differs from "stop" only where that would have
-# ended the run, and another device computes the same up to rounding and its own random numbers.
+# ended the run, another device computes the same up to rounding and its own random numbers, and evaluation leaves FP8
+# state alone.
 FREE_FIELDS = {
     "DatasetArgs": ("dataset_path", "num_workers"),
+    "MixedPrecisionArgs": ("fp8_during_eval",),
     "RankingArgs": ("eval_metrics",),
     "TrainerArgs": (
         *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints"),
@@ -47,17 +53,20 @@ def collect_tensors(
                     tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = torch.as_tensor(value)
     if average is not None:
         tensors |= {f"{AVERAGE}{name}": value for name, value in average.tensors.items()}
-    return tensors
+    # Cloned, since Transformer Engine's are columns of what it works with, and a checkpoint wants whole memory.
+    return tensors | {f"{PRECISION}{name}": value.clone() for name, value in precision_tensors(model).items()}
 
 
 def restore_tensors(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], average: WeightAverage | None
 ) -> None:
-    """Put a checkpoint's weights, optimizer state and average back; raises CheckpointError if of another model.
+    """Put a checkpoint's weights, optimizer state, average and FP8 state back; CheckpointError if of another model.
 
-    Without ``optimizers`` the state of the checkpoint's own is left alone.
+    Without ``optimizers`` the state of the checkpoint's own is left alone. FP8 state is of no model: what the
+    checkpoint lacks of it starts anew, what it has too much is left alone.
     """
-    tensors = read_tensors(path, prefixes=(MODEL, *([OPTIMIZER] if optimizers else []), AVERAGE))
+    tensors = read_tensors(path, prefixes=(MODEL, *([OPTIMIZER] if optimizers else []), AVERAGE, PRECISION))
+    _restore_precision(path, model, _below(tensors, PRECISION))
     _restore_weights(path, model, _below(tensors, MODEL))
     _restore_optimizers(path, model, optimizers, _below(tensors, OPTIMIZER))
     if average is not None:
@@ -67,8 +76,9 @@ def restore_tensors(
 
 
 def restore_for_evaluation(path: Path, model: nn.Module) -> None:
-    """Put the weights that training evaluates into ``model``: the average where the run kept one."""
-    tensors = read_tensors(path, prefixes=(MODEL, AVERAGE))
+    """Put what training evaluates into ``model``: weights, or their average where the run kept one, and FP8 state."""
+    tensors = read_tensors(path, prefixes=(MODEL, AVERAGE, PRECISION))
+    _restore_precision(path, model, _below(tensors, PRECISION))
     _restore_weights(path, model, _below(tensors, MODEL) | _below(tensors, AVERAGE))
 
 
@@ -154,6 +164,16 @@ def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) 
         if there != here:
             raise CheckpointError(f"{path} is of another model: {name} is {there} there and {here} here")
     model.load_state_dict(dict(saved))
+
+
+def _restore_precision(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    own = precision_tensors(model)
+    fitting = {name: value for name, value in saved.items() if name in own and value.shape == own[name].shape}
+    if len(fitting) < len(saved):
+        LOG.info("ignored %d of %d tensors of FP8 state in %s", len(saved) - len(fitting), len(saved), path)
+    if len(fitting) < len(own):
+        LOG.info("delayed scaling starts anew in %d of %d tensors of FP8 state", len(own) - len(fitting), len(own))
+    load_precision_tensors(model, fitting)
 
 
 def _restore_optimizers(

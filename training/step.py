@@ -1,4 +1,9 @@
-"""One optimizer step over one or more micro-batches: loss, gradients, the finiteness check, then the weights."""
+"""One optimizer step over one or more micro-batches: loss, gradients, the finiteness check, then the weights.
+
+A step asks the other ranks twice, and waits for the device as often: before the forward for the counts by which the
+loss is divided, and after the backward for the loss and whether all is finite. DDP's sums of gradients and delayed
+scaling's maxima of amaxes come on top.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from genrec.configs.schema import TrainerArgs, UserError
 from genrec.data.batch import Batch
+from genrec.hstu.linear import Linear
+from genrec.hstu.precision.region import FINITE_WATCH
+from genrec.hstu.precision.state import restore, snapshot
 from genrec.training.average import WeightAverage
-from genrec.training.sharding import Ranks, loss_scale, no_gradient_sync, unwrap
+from genrec.training.locate import locate
+from genrec.training.sharding import Attempt, Ranks, loss_scale, no_gradient_sync, unwrap
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient became NaN or infinite, and TrainerArgs.nonfinite = "stop"."""
+    """A loss or gradient became NaN or infinite, and TrainerArgs.nonfinite is "stop" or "locate"."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +42,43 @@ class StepResult:
     finite: bool = True
 
 
+@dataclass(frozen=True)
+class StepStart:
+    """What forward and backward change beside gradients, as it was before: to undo a step, and to replay it.
+
+    precision: state of delayed scaling. random: of PyTorch's generators on the CPU and on the model's device, empty
+    where no replay is wanted; only dropout draws from them.
+    """
+
+    precision: dict[str, Tensor]
+    random: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(model: nn.Module, *, device: torch.device, with_random: bool) -> StepStart:
+        """The present state."""
+        random = [torch.get_rng_state()] if with_random else []
+        if with_random and device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(device))
+        return StepStart(precision=snapshot(model), random=tuple(random))
+
+    def put_back(self, model: nn.Module) -> None:
+        """Undo what a forward and backward did to the state of delayed scaling."""
+        restore(model, self.precision)
+
+    def rewind_random(self, device: torch.device) -> None:
+        """Let the next forward draw the random numbers of the step again."""
+        torch.set_rng_state(self.random[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(self.random[1], device)
+
+
 class TrainStep:
     """Accumulates the micro-batches of a step so that they equal one big batch, at any number of ranks.
 
     The loss is the sum over targets divided by the global number of targets. A step without any target on any rank is
     legal: it counts, but weights and optimizer state stay as they are (no decay either), and its loss is 0. Non-finite
-    losses and gradients are found before the weights change: "stop" raises NonFiniteError, "skip" leaves the step out.
+    losses and gradients are found before the weights change, and the state of delayed scaling is put back: "stop"
+    raises NonFiniteError, "locate" too after looking for the module that made them, "skip" leaves the step out.
     """
 
     def __init__(
@@ -57,25 +97,25 @@ class TrainStep:
         self.ranks = ranks
         self.average = average
         self.set_learning_rates = set_learning_rates
-        self._parameters = [p for p in unwrap(model).parameters() if p.requires_grad]
+        self._bare = unwrap(model)
+        self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
+        fp8_linears = [m for m in self._bare.modules() if isinstance(m, Linear) and m.recipe is not None]
+        self._fp8_weights = [linear.weight for linear in fp8_linears]
 
     def __call__(self, batches: Sequence[Batch], *, step: int) -> StepResult:
         """Train on ``batches`` as optimizer step ``step`` (1, 2, ...)."""
-        num_targets, num_tokens, num_users = self._counts(batches)
+        return self.attempt(Attempt(value=batches), step=step)
+
+    def attempt(self, batches: Attempt[Sequence[Batch]], *, step: int) -> StepResult:
+        """The step where reading the batches may have failed on a rank: then all stop, as in ``Ranks.together``."""
+        own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches.value or ()]
+        counts = [sum(column) for column in zip((0, 0, 0), *own, strict=True)]
+        num_targets, num_tokens, num_users, num_failed = self.ranks.sum_counts(
+            [*counts, int(batches.error is not None)]
+        )
+        micro_batches = self.ranks.settle(batches, num_failed=num_failed)
         learning_rate = self.set_learning_rates(step)
-        loss_sum, finite = 0.0, True
-        if num_targets:
-            loss_sum = self._backward(batches, num_targets)
-            finite = math.isfinite(loss_sum) and math.isfinite(self._clip())
-            if finite:
-                self._update(step)
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-        if not finite and self.trainer.nonfinite == "stop":
-            raise NonFiniteError(
-                f"the loss or a gradient is not finite at step {step} (mean loss {loss_sum / num_targets}): stopped "
-                'before the weights changed; TrainerArgs.nonfinite = "skip" leaves such steps out'
-            )
+        loss_sum, finite = self._train(micro_batches, num_targets, step=step) if num_targets else (0.0, True)
         return StepResult(
             loss_sum=loss_sum,
             num_targets=num_targets,
@@ -86,38 +126,88 @@ class TrainStep:
             finite=finite,
         )
 
-    def _counts(self, batches: Sequence[Batch]) -> tuple[int, int, int]:
-        """Targets, tokens and users of the step, over all ranks."""
-        own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches]
-        counts = torch.tensor(own, dtype=torch.int64, device=self.ranks.device).sum(0)
-        targets, tokens, users = self.ranks.sum(counts).tolist()
-        return targets, tokens, users
+    def _train(self, batches: Sequence[Batch], num_targets: int, *, step: int) -> tuple[float, bool]:
+        """The sum of losses over ranks, and whether all was finite and the weights have changed."""
+        FINITE_WATCH.take(self.ranks.device)  # what forwards outside of steps left there
+        replays = self.trainer.nonfinite == "locate"
+        start = StepStart.of(self._bare, device=self.ranks.device, with_random=replays)
+        loss_sum, finite = self._agree(self._backward(batches, num_targets), self._clip())
+        if finite:
+            self._update(step)
+        self._drop_gradients()
+        if not finite:
+            start.put_back(self._bare)
+            if self.trainer.nonfinite != "skip":
+                mean = loss_sum / num_targets
+                origin = self._locate(batches, num_targets, start) if replays else None
+                raise NonFiniteError(_sentence(step, mean, origin))
+        return loss_sum, finite
 
-    def _backward(self, batches: Sequence[Batch], num_targets: int) -> float:
-        """Gradients of the mean loss, summed over ranks; returns the sum of losses over ranks."""
+    def _backward(self, batches: Sequence[Batch], num_targets: int) -> Tensor:
+        """Gradients of the mean loss, summed over ranks; returns this rank's sum of losses, ()."""
         scale = loss_scale(self.ranks, num_targets)
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         with no_gradient_sync(self.model):
             for batch in batches[:-1]:
                 loss_sum += self._backward_one(batch, scale)
         loss_sum += self._backward_one(batches[-1], scale)
-        return float(self.ranks.sum(loss_sum))
+        return loss_sum
 
-    def _backward_one(self, batch: Batch, scale: float) -> torch.Tensor:
+    def _backward_one(self, batch: Batch, scale: float) -> Tensor:
         loss = self.model(batch.to(self.ranks.device, non_blocking=True)).loss_per_target.sum()
         (loss * scale).backward()
         return loss.detach().double()
 
-    def _clip(self) -> float:
-        """Clip the gradients; returns their global norm before."""
+    def _clip(self) -> Tensor:
+        """Clip the gradients; returns their global norm before, ()."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.trainer.grad_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.trainer.grad_clip_norm, norm)
-        return float(norm)
+        return norm
+
+    def _agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[float, bool]:
+        """The loss summed over ranks, and whether loss, gradients and what entered FP8 products is finite on all."""
+        bad = norm.isfinite().logical_not()
+        watched = FINITE_WATCH.take(self.ranks.device)
+        if watched is not None:
+            bad = bad | watched.isfinite().logical_not()
+        if self._fp8_weights:  # a cast to FP8 hides infinite weights as it does inputs
+            amaxes = torch._foreach_norm(self._fp8_weights, float("inf"))
+            bad = bad | torch.stack(amaxes).isfinite().logical_not().any()
+        total, num_bad = self.ranks.sum(torch.stack([loss_sum, bad.double()])).tolist()
+        return total, math.isfinite(total) and not num_bad
 
     def _update(self, step: int) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
         if self.average is not None:
             self.average.update(step)
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _locate(self, batches: Sequence[Batch], num_targets: int, start: StepStart) -> str:
+        device = self.ranks.device
+        start.rewind_random(device)
+        try:
+            return locate(
+                self._bare,
+                [batch.to(device) for batch in batches],
+                loss_scale=loss_scale(self.ranks, num_targets),
+                ranks=self.ranks,
+            )
+        finally:
+            self._drop_gradients()
+            start.put_back(self._bare)
+
+
+def _sentence(step: int, mean_loss: float, origin: str | None) -> str:
+    stopped = f"the loss or a gradient is not finite at step {step} (mean loss {mean_loss}): stopped before the weights"
+    if origin is not None:
+        return f"{stopped} changed; {origin}"
+    return (
+        f'{stopped} changed; TrainerArgs.nonfinite = "skip" leaves such steps out, "locate" looks for the module that '
+        "made it"
+    )

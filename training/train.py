@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 
 from genrec.configs.loading import load_experiment
-from genrec.configs.schema import ExperimentConfig, Task, UserError
+from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs, UserError
 from genrec.training.final_report import print_results, write_report
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
 from genrec.training.optim import LearningRateSchedule
+from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
-from genrec.training.report import RunLog, setup_logging
+from genrec.training.report import RunLog, setup_logging, show_table
 from genrec.training.run import Run
 from genrec.training.sharding import (
     PeerStopped,
@@ -67,6 +68,8 @@ def train(config: ExperimentConfig) -> list[Line]:
         check_same_data(ranks, run.data.identity)
         if not config.network.history_is_causal:
             LOG.info("evaluates the frozen protocol alone: the history sees ahead, so sequential scores would leak")
+        if ranks.is_main:
+            show_table("what runs in which precision:", precision_table(model_rows(run.model, config)))
         first_step = run.start()
         ranks.together(lambda: run.write_config() if ranks.is_main else None)
         steps = total_steps(config.trainer, run.loader)
@@ -146,8 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     trainer, ranks = run.config.trainer, run.ranks
-    if ranks.device.type == "cpu" and trainer.pipeline_type != "none":
-        LOG.info("pipeline_type %r has no effect on a CPU, where there is nothing to overlap", trainer.pipeline_type)
+    say_pipeline(trainer, device_type=ranks.device.type)
     train_step = TrainStep(
         replicate(run.model, ranks),
         run.optimizers,
@@ -170,19 +172,39 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     loop.run()
 
 
+def say_pipeline(trainer: TrainerArgs, *, device_type: str) -> None:
+    """Log once where pipeline_type has no effect."""
+    if trainer.pipeline_type == "none":
+        return
+    if device_type == "cpu":
+        LOG.info("pipeline_type %r has no effect on a CPU, where there is nothing to overlap", trainer.pipeline_type)
+    else:
+        LOG.info(
+            "pipeline_type %r overlaps nothing yet in this version; it gives the same results", trainer.pipeline_type
+        )
+
+
 def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
     """The final evaluation, unless an earlier start of this run has done it, and the report."""
 
     def recorded() -> list[Line]:
-        lines = log.final_lines(step, splits=FINAL_SPLITS, protocols=run.data.protocols)
+        protocols = run.data.protocols
+        lines = run.ranks.together(lambda: log.final_lines(step, splits=FINAL_SPLITS, protocols=protocols))
         return run.ranks.gather(lines)[0]
 
     if not recorded():
         log.evaluations(step, run.evaluate_splits(FINAL_SPLITS))
+        run.ranks.together(log.raise_failure)
     log.close()
     results = recorded()
     if run.ranks.is_main:
-        reports = write_report(log.lines(), results, output_dir=run.output_dir, config_text=run.config.text)
+        reports = write_report(
+            log.lines(),
+            results,
+            output_dir=run.output_dir,
+            config_text=run.config.text,
+            precision=model_rows(run.model, run.config),
+        )
         outputs = [log.path, *reports, run.output_dir / "tensorboard"]
         print_results(results, outputs=outputs, checkpoints=run.store.directory)
     return results

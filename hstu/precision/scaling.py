@@ -77,8 +77,8 @@ def quantize_blockwise(x: Tensor, fmt: FP8Format, block: tuple[int, int] = (1, B
 
     Float8BlockScaling with its default of power-of-two scales: compute_scale_from_types (recipe/recipe_common.cuh), as
     called by quantize_transpose_vector_blockwise.cu and quantize_transpose_square_blockwise.cu (transpose/). Where
-    max / amax overflows float32, it is the largest value of the input's dtype there: 2^127 once rounded down, in float32
-    and bfloat16; float16 has no amax so small.
+    max / amax overflows float32 the scale is 2^127: there it is the largest value of the input's dtype, rounded down,
+    which is the same in float32 and bfloat16; float16 has no amax so small.
     """
     scale = _power_of_two_below(_scale_from_amax(_block_amax(x, block), fmt))
     values = saturating_cast(x.float() * _spread(scale, block, x.shape), fmt)

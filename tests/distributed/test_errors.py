@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 
 def own_lines(text):
@@ -25,12 +26,22 @@ def test_ranks_with_different_configurations_stop(tmp_path, arguments, on_ranks)
     assert "ranks [1] were started with another configuration than rank 0" in own_lines(finished.stderr)[0]
 
 
-def test_loss_gone_nan_stops_both(tmp_path, arguments, on_ranks):
-    bindings = ("OptimizerArgs.optimizer_str = 'sgd'", "OptimizerArgs.learning_rate = 1e30")
+@pytest.mark.parametrize("nonfinite", ["stop", "locate"])
+def test_loss_gone_nan_stops_both(tmp_path, arguments, on_ranks, nonfinite):
+    """The replay of "locate" reduces amaxes of delayed scaling over ranks again."""
+    bindings = (
+        "OptimizerArgs.optimizer_str = 'sgd'",
+        "OptimizerArgs.learning_rate = 1e30",
+        f"TrainerArgs.nonfinite = {nonfinite!r}",
+        "MixedPrecisionArgs.mixed_precision_dtype = 'fp8'",
+        "MixedPrecisionArgs.backend = 'emulated'",
+        "MixedPrecisionArgs.linear_recipe = 'delayed'",
+    )
     finished = on_ranks(2, [("train", arguments(tmp_path / "run", *bindings))], timeout_s=60)
     assert finished.returncode != 0
     assert len(own_lines(finished.stderr)) == 1, finished.stderr
     assert "not finite" in own_lines(finished.stderr)[0]
+    assert ("the first value that is not finite on rank" in own_lines(finished.stderr)[0]) == (nonfinite == "locate")
 
 
 def test_damaged_row_on_rank_1_stops_both(tmp_path, arguments, on_ranks, write_tiny_dataset):

@@ -62,9 +62,19 @@ def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks
         assert evaluations(several)[place] == pytest.approx(metrics, rel=1e-4), place
 
 
-def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_ranks):
+DELAYED = (
+    "MixedPrecisionArgs.mixed_precision_dtype = 'fp8'",
+    "MixedPrecisionArgs.backend = 'emulated'",
+    "MixedPrecisionArgs.linear_recipe = 'delayed'",
+    "MixedPrecisionArgs.amax_history_len = 3",
+)
+
+
+@pytest.mark.parametrize("precision", [(), DELAYED], ids=["float32", "delayed scaling"])
+def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_ranks, precision):
     """Two ranks, two micro-batches: stopped and continued equals not stopped, bit for bit, dropout included."""
-    bindings = ("TrainerArgs.train_batch_size = 1", "TrainerArgs.accumulate_steps = 2", "TrainerArgs.ema_decay = 0.9")
+    accumulation = ("TrainerArgs.accumulate_steps = 2", "TrainerArgs.ema_decay = 0.9", *precision)
+    bindings = ("TrainerArgs.train_batch_size = 1", *accumulation)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     commands = [
         ("train", arguments(whole, *bindings, "TrainerArgs.max_train_iters = 8")),

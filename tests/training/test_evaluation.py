@@ -5,11 +5,12 @@ import shutil
 
 import numpy as np
 import polars
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from genrec.configs.schema import ConfigError
+from genrec.configs.schema import ConfigError, UserError
 from genrec.data.format import DataError
 from genrec.training.checkpoint import resolve_checkpoint
 from genrec.training.evaluation import ScoreTable, evaluate, labelled_events
@@ -163,3 +164,27 @@ def test_scores_need_the_original_ids(tiny_config, tiny_dataset, tmp_path, damag
             protocol="sequential",
             scores_path=tmp_path / "scores.parquet",
         )
+
+
+def test_an_id_outside_its_table_is_told_with_the_split(tiny_config, tmp_path, write_tiny_dataset):
+    data = write_tiny_dataset(tmp_path / "data")
+    path = data / "valid" / "00000.parquet"
+    table = pq.read_table(path)
+    items = table["item"].to_pylist()
+    items[0][0] = 20
+    table = table.set_column(table.schema.get_field_index("item"), "item", pa.array(items, pa.list_(pa.int64())))
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match=r"^valid split: feature 'item' has id 20 but table 'item' has 20 rows"):
+        train(tiny_config(tmp_path / "out", f"DatasetArgs.dataset_path = {str(data)!r}"))
+
+
+@pytest.mark.parametrize("below", ["file/scores.parquet", "folder"])
+def test_scores_that_cannot_be_written_are_refused_before_evaluating(tiny_config, tmp_path, monkeypatch, below):
+    train(tiny_config(tmp_path / "out"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    checkpoint = resolve_checkpoint(tmp_path / "out")
+    config = load_checkpoint_config(checkpoint, gin_bindings=[])
+    monkeypatch.setattr("genrec.training.scoring.Evaluator", None)  # not even built
+    with pytest.raises(UserError, match=r"^--scores .* cannot be written: .* is (not )?a folder$"):
+        score(config, checkpoint, split="test", protocol="frozen", scores_path=tmp_path / below)

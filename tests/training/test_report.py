@@ -4,17 +4,18 @@ import io
 import json
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from genrec.configs.schema import UserError
+from genrec.configs.schema import TrainerArgs, UserError
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import result_rows, write_report
 from genrec.training.metrics_log import append_lines, keep_lines, read_lines
 from genrec.training.report import Meter, RunLog, evaluation_line
 from genrec.training.step import StepResult, TrainStep
-from genrec.training.train import train
+from genrec.training.train import say_pipeline, train
 
 
 def result(loss_sum, num_targets, *, finite=True):
@@ -182,3 +183,29 @@ def test_lines_of_somebody_else_are_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n7\n{"event": "train", "step": 1}\n')
     RunLog(tmp_path, is_main=True, total_steps=2, first_step=1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"event": "train", "step": 1}\n'
+
+
+def test_a_log_that_fails_in_between_is_told_to_all_ranks_at_the_next_step(tmp_path, tiny_config):
+    """By the flag that ranks exchange anyway; raised where it happens, rank 0 would leave the others waiting."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "nowhere" / "metrics.jsonl")
+    log = RunLog(tmp_path / "run", is_main=True, total_steps=1, first_step=0)
+    log.train({"event": "train", "step": 1, "loss": 0.0, "learning_rate": 0.0, "tokens_per_s": 0.0, "users_per_s": 0.0})
+    log.other({"event": "skipped", "step": 2})
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No such file"):
+        log.raise_failure()
+    log.raise_failure()  # told once
+    log.close()
+    for steps in (1, 3):  # after the last step, too
+        with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
+            train(tiny_config(tmp_path / "run", f"TrainerArgs.max_train_iters = {steps}"))
+
+
+def test_pipeline_on_a_gpu_is_said_once(caplog):
+    trainer = TrainerArgs(train_batch_size=1, eval_batch_size=1, pipeline_type="prefetch")
+    with caplog.at_level(logging.INFO, logger="genrec"):
+        say_pipeline(trainer, device_type="cuda")
+        say_pipeline(replace(trainer, pipeline_type="none"), device_type="cuda")
+    assert caplog.messages == [
+        "pipeline_type 'prefetch' overlaps nothing yet in this version; it gives the same results"
+    ]

@@ -43,6 +43,14 @@ def assert_equal_tensors(one, other):
     assert not different
 
 
+DELAYED = (
+    "MixedPrecisionArgs.mixed_precision_dtype = 'fp8'",
+    "MixedPrecisionArgs.backend = 'emulated'",
+    "MixedPrecisionArgs.linear_recipe = 'delayed'",
+    "MixedPrecisionArgs.amax_history_len = 6",
+    "MixedPrecisionArgs.fp8_during_eval = True",
+)
+
 VARIANTS = {
     "plain": (),
     "workers": ("DatasetArgs.num_workers = 2",),
@@ -58,6 +66,13 @@ VARIANTS = {
     "other optimizers": (
         "OptimizerArgs.optimizer_str = 'sgd'",
         "OptimizerArgs.embedding_optimizer_str = 'rowwise_adagrad'",
+    ),
+    "delayed scaling": (*DELAYED, "NetworkArgs.dtype_str = 'bfloat16'"),
+    "delayed scaling, accumulation, evaluation between": (
+        *DELAYED,
+        "TrainerArgs.accumulate_steps = 2",
+        "TrainerArgs.train_batch_size = 2",
+        "TrainerArgs.eval_interval = 5",
     ),
 }
 
@@ -99,9 +114,10 @@ def test_log_between_checkpoints_continues(tmp_path, tiny_config, kill_after):
     assert len(losses[0]) == 2
 
 
-def test_evaluation_does_not_touch_training(tmp_path, tiny_config, last_tensors):
-    train(tiny_config(tmp_path / "with", "TrainerArgs.eval_interval = 2"))
-    train(tiny_config(tmp_path / "without", "TrainerArgs.eval_interval = 0"))
+@pytest.mark.parametrize("bindings", [(), DELAYED], ids=["float32", "delayed scaling"])
+def test_evaluation_does_not_touch_training(tmp_path, tiny_config, last_tensors, bindings):
+    train(tiny_config(tmp_path / "with", "TrainerArgs.eval_interval = 2", *bindings))
+    train(tiny_config(tmp_path / "without", "TrainerArgs.eval_interval = 0", *bindings))
     assert_equal_tensors(last_tensors(tmp_path / "with"), last_tensors(tmp_path / "without"))
     evaluated = [n["step"] for n in read_lines(tmp_path / "with" / "metrics.jsonl") if n["event"] == "valid"]
     assert evaluated == [2, 2, 4, 4, 6, 6]

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from genrec.data.format import DataError
+from genrec.training.sharding import Attempt, Ranks
 from genrec.training.step import NonFiniteError
 
 NO_DROPOUT = "NetworkArgs.hidden_dropout = 0.0"
@@ -119,3 +122,55 @@ def test_non_finite_never_reaches_the_weights(make_step, make_batch, where, nonf
     handle.remove()
     assert train_step([make_batch([3])], step=3).applied  # and nothing of it stays in the gradients
     assert all(tensor.isfinite().all() for tensor in weights(train_step).values())
+
+
+@dataclass(frozen=True)
+class WatchedRanks(Ranks):
+    """One rank that notes what it asks the others, who add ``others`` to its loss and its count of bad ranks."""
+
+    asked: list[str] = field(default_factory=list)
+    others: tuple[float, float] = (0.0, 0.0)
+
+    def sum(self, tensor):
+        self.asked.append("after backward")
+        return tensor + torch.tensor(self.others, dtype=tensor.dtype)
+
+    def sum_counts(self, counts):
+        self.asked.append("before forward")
+        return super().sum_counts(counts)
+
+
+def watched(train_step, **changes):
+    train_step.ranks = WatchedRanks(rank=0, world_size=1, device=torch.device("cpu"), **changes)
+    return train_step
+
+
+@pytest.mark.parametrize("clips", ["None", "1.0"])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_a_step_asks_the_other_ranks_twice(make_step, make_batch, clips, num_batches):
+    train_step = watched(make_step(f"TrainerArgs.grad_clip_norm = {clips}"))
+    train_step([make_batch([3])] * num_batches, step=1)
+    assert train_step.ranks.asked == ["before forward", "after backward"]
+    train_step([make_batch([])], step=2)
+    assert train_step.ranks.asked[2:] == ["before forward"]
+
+
+@pytest.mark.parametrize("others", [(0.0, 1.0), (float("nan"), 0.0), (float("inf"), 1.0)])
+def test_what_is_not_finite_on_another_rank_is_left_out_here(make_step, make_batch, others):
+    train_step = watched(make_step("TrainerArgs.nonfinite = 'skip'"), others=others)
+    before = weights(train_step), optimizer_states(train_step)
+    result = train_step([make_batch([3])], step=1)
+    assert (result.applied, result.finite) == (False, False)
+    assert_unchanged(train_step, *before)
+
+
+def test_an_error_of_the_loader_is_raised_before_anything_is_computed(make_step):
+    def read():
+        raise DataError("damaged")
+
+    train_step = watched(make_step())
+    before = weights(train_step), optimizer_states(train_step)
+    with pytest.raises(DataError, match=r"^damaged$"):
+        train_step.attempt(Attempt.of(read), step=1)
+    assert train_step.ranks.asked == ["before forward"]
+    assert_unchanged(train_step, *before)

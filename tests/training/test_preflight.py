@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from genrec.configs.schema import UserError
+from genrec.training.preflight import check_places
+
+
+def test_places_that_can_be_written_are_left_alone(tmp_path, tiny_config):
+    check_places(tiny_config(tmp_path / "not" / "there" / "yet"))
+    assert list(tmp_path.glob("not*")) == []
+
+
+@pytest.mark.parametrize("name", ["output_dir", "ckpt_save_dir"])
+@pytest.mark.parametrize("below", ["file", "file/run"])
+def test_a_file_in_the_way(tmp_path, tiny_config, name, below):
+    (tmp_path / "file").write_text("")
+    config = tiny_config(tmp_path / "run", f"TrainerArgs.{name} = {str(tmp_path / below)!r}")
+    with pytest.raises(UserError, match=rf"^TrainerArgs\.{name} = .* cannot be written: .*file is not a folder$"):
+        check_places(config)
+
+
+def test_a_folder_of_somebody_else(tmp_path, tiny_config, monkeypatch):
+    """Root may write everywhere, so the answer of the system is given here."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(UserError, match=r"Permission denied"):
+        check_places(tiny_config(tmp_path / "run"))
+
+
+def test_no_checkpoint_to_start_from(tmp_path, tiny_config):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no whole checkpoint in .*empty"):
+        check_places(tiny_config(tmp_path / "run", f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'empty')!r}"))
