@@ -35,11 +35,16 @@ VARIANTS = {
         recipe: [f"MixedPrecisionArgs.linear_recipe = '{recipe}'"]
         for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
     },
+    # The weights are those of "tensorwise"; evaluation is in FP8 too, as training is.
+    "tensorwise_fp8_eval": [
+        "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
+        "MixedPrecisionArgs.fp8_during_eval = True",
+    ],
 }
 
 
 def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run: {"variant", "seed", "finite", "test": {protocol: metrics}, "curve": [[step, loss], ...]}."""
+    """One run: variant, seed, whether all was finite, test metrics by protocol, [step, loss] and [step, valid AUC]."""
     output = folder / f"{variant}_seed{seed}"
     bindings = [
         f"TrainerArgs.seed = {seed}",
@@ -61,6 +66,7 @@ def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) ->
         raise SystemExit(f"{variant}, seed {seed}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     curve = [[line["step"], line["loss"]] for line in lines if line["event"] == "train"]
+    valid = [[n["step"], n["metrics"]["auc"]] for n in lines if n["event"] == "valid" and n["protocol"] == "sequential"]
     tests = {line["protocol"]: line["metrics"] for line in lines if line["event"] == "test"}
     numbers = [loss for _, loss in curve] + [metrics["auc"] for metrics in tests.values()]
     return {
@@ -71,6 +77,7 @@ def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) ->
         and not any(line["event"] == "skipped" for line in lines),
         "test": tests,
         "curve": curve,
+        "valid_curve": valid,
     }
 
 
@@ -90,21 +97,30 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 row |= {"minus_bf16": difference, "standard_error": error, "within": within}
             result.setdefault(variant, {})[protocol] = row
     for variant in variants:
+        steps, aucs_of_steps = mean_curve(runs, variant, "valid_curve")
+        best = max(range(len(steps)), key=lambda index: aucs_of_steps[index])
+        result[variant]["best_valid"] = {"step": steps[best], "auc_sequential": aucs_of_steps[best]}
         result[variant]["all_finite"] = all(run["finite"] for run in runs if run["variant"] == variant)
     return result
 
 
+def mean_curve(runs: list[dict[str, Any]], variant: str, name: str) -> tuple[list[int], list[float]]:
+    """Steps, and the mean over seeds of ``name`` ("curve", "valid_curve")."""
+    curves = [run[name] for run in runs if run["variant"] == variant]
+    means = [statistics.mean(values) for values in zip(*([y for _, y in c] for c in curves), strict=True)]
+    return [step for step, _ in curves[0]], means
+
+
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Mean training loss of each variant against the step."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for variant in dict.fromkeys(run["variant"] for run in runs):
-        curves = [run["curve"] for run in runs if run["variant"] == variant]
-        steps = [step for step, _ in curves[0]]
-        losses = zip(*([loss for _, loss in curve] for curve in curves), strict=True)
-        axes.plot(steps, [statistics.mean(seeds) for seeds in losses], label=variant)
-    axes.set(xlabel="step", ylabel="training loss", title=f"mean of {len(curves)} seeds")
-    axes.legend()
+    """Mean training loss and validation AUC of each variant against the step."""
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    for axes, name, label in zip(
+        figure.subplots(1, 2), ("curve", "valid_curve"), ("training loss", "validation AUC, sequential"), strict=True
+    ):
+        for variant in dict.fromkeys(run["variant"] for run in runs):
+            axes.plot(*mean_curve(runs, variant, name), label=variant)
+        axes.set(xlabel="step", title=f"{label}, mean of seeds")
+        axes.legend()
     figure.savefig(path, dpi=100)
 
 
