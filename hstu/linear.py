@@ -60,9 +60,11 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight.to(x.dtype), bias)
         rows = x.flatten(0, -2)
         num_padding = num_pad_rows(rows.shape[0], self.recipe.pad_multiple)
-        padded = F.pad(rows, (0, 0, 0, num_padding)) if num_padding else rows
-        product = self._product(padded)
-        return product[: rows.shape[0]].view(*x.shape[:-1], self.out_features)
+        if num_padding:
+            product = self._product(F.pad(rows, (0, 0, 0, num_padding)))[: rows.shape[0]]
+        else:  # without the slice, whose backward copies the gradient
+            product = self._product(rows)
+        return product.view(*x.shape[:-1], self.out_features)
 
     def fp8_tensors(self) -> dict[str, Tensor]:
         """What delayed scaling remembers, as the live tensors; empty where there is nothing to remember.

@@ -63,21 +63,33 @@ class FiniteWatch:
     old one, so neither a loss nor a gradient need tell of it. ``watch`` is one reading pass, without a device sync.
     """
 
+    LIMIT = 1024  # of amaxes kept apart, so that a loop that never looks doesn't fill memory
+
     def __init__(self) -> None:
-        self._largest: dict[torch.device, Tensor] = {}
+        self._amaxes: dict[torch.device, list[Tensor]] = {}
 
     @torch.no_grad()
     def watch(self, x: Tensor) -> None:
         """Take in the largest magnitude of ``x``; NaN stays."""
         if x.numel() == 0:
             return
-        amax = torch.linalg.vector_norm(x, float("inf")).float()
-        before = self._largest.get(x.device)
-        self._largest[x.device] = amax if before is None else torch.maximum(before, amax)
+        amaxes = self._amaxes.setdefault(x.device, [])
+        amaxes.append(torch.linalg.vector_norm(x, float("inf")))  # put together later: one launch, not three
+        if len(amaxes) > self.LIMIT:
+            amaxes[:] = [_largest(amaxes)]
 
     def take(self, device: torch.device) -> Tensor | None:
         """() float32: the largest magnitude seen on ``device`` since the last call, None where nothing was."""
-        return self._largest.pop(device, None)
+        amaxes = self._amaxes.pop(device, None)
+        return None if amaxes is None else _largest(amaxes)
+
+
+def _largest(amaxes: list[Tensor]) -> Tensor:
+    """() float32, NaN if any is."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for amax in amaxes:
+        by_dtype.setdefault(amax.dtype, []).append(amax)
+    return torch.cat([torch.stack(group).float() for group in by_dtype.values()]).max()
 
 
 FINITE_WATCH = FiniteWatch()
