@@ -38,8 +38,8 @@ def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:
     if config.mixed_precision.has_fp8_attention:
         mode = config.mixed_precision.hstu_attn_quantization_mode
         yield f"MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r} (FP8 attention), 'bf16' is"
-    if network.kernel_backend in ("cutlass", "triton"):
-        yield f"NetworkArgs.kernel_backend = {network.kernel_backend!r}, 'auto' and 'pytorch' are"
+    if network.kernel_backend == "cutlass":
+        yield f"NetworkArgs.kernel_backend = {network.kernel_backend!r}, 'auto', 'triton' and 'pytorch' are"
     if network.dtype_str == "float16":
         yield "NetworkArgs.dtype_str = 'float16', whose gradients need loss scaling, 'bfloat16' and 'float32' are"
     if network.embedding_backend is not None:

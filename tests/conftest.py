@@ -5,6 +5,7 @@ Tests marked gpu are skipped without a CUDA device, here in one place: a test st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are defined, so before genrec is imported
 
 from genrec.data.format import DatasetMetadata, ItemFeature
 

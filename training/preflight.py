@@ -14,15 +14,16 @@ from torch import nn
 from genrec.configs.availability import check_available
 from genrec.configs.loading import describe
 from genrec.configs.schema import ExperimentConfig
+from genrec.hstu.attention.interface import check_device
 from genrec.hstu.precision.capability import check_linear_available
 from genrec.hstu.preprocessor import DTYPES
 from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
 from genrec.training.checkpoint import require_writable, resolve_checkpoint
+from genrec.training.console import LOG_WIDTH
 from genrec.training.datasets import read_run_metadata
 from genrec.training.optim import embedding_parameters
 from genrec.training.precision_report import model_rows, precision_table
-from genrec.training.report import LOG_WIDTH
 from genrec.training.sharding import choose_device
 
 MIB = 2**20
@@ -60,6 +61,7 @@ def require_available(config: ExperimentConfig) -> None:
     # Asked of this rank's own GPU, which is not the current one before the process group is joined.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         check_linear_available(config.mixed_precision, device.type)
+    check_device(config.network.kernel_backend, device.type)
 
 
 def check_places(config: ExperimentConfig) -> None:

@@ -6,15 +6,19 @@ import functools
 import logging
 import math
 
+import torch
 from torch import Tensor
 
 from genrec.configs.schema import ATTENTION_QUANTIZATIONS, KERNEL_BACKENDS, UnavailableError
 from genrec.hstu.attention.bias import RelativeBias
 from genrec.hstu.attention.blocked import blocked_attention
 from genrec.hstu.attention.mask import MaskRules
+from genrec.hstu.attention.operators import triton_attention, why_not
 
-AVAILABLE_BACKENDS = ("pytorch",)
+AVAILABLE_BACKENDS = ("pytorch", "triton")
 AVAILABLE_QUANTIZATIONS = ("bf16",)
+
+_ATTENTION = {"pytorch": blocked_attention, "triton": triton_attention}
 
 _logger = logging.getLogger(__name__)
 
@@ -48,16 +52,16 @@ def hstu_attention(
 
     Raises UnavailableError for a backend or quantization that isn't there, ValueError for arguments that can't be.
     """
-    chosen = _choose(backend, quantization)
-    assert chosen == "pytorch"
-    _check_shapes(q, k, v, offsets, scaling_seqlen, max_seqlen)
+    check_available(backend, quantization)
+    _check_shapes(q, k, v, offsets, num_contexts, num_targets, scaling_seqlen, max_seqlen)
     rules = MaskRules(
         causal=causal,
         contextual_mask=contextual_mask,
         max_attn_len=max_attn_len,
         target_group_size=target_group_size,
     )
-    return blocked_attention(
+    attention = _ATTENTION[_choose(backend, q, k, v)]
+    return attention(
         q,
         k,
         v,
@@ -79,6 +83,15 @@ def check_available(backend: str, quantization: str = "bf16") -> None:
     )
 
 
+def check_device(backend: str, device_type: str) -> None:
+    """Raise UnavailableError where the named backend has no kernels for ``device_type`` ("cpu" or "cuda")."""
+    if backend == "triton" and device_type != "cuda":
+        raise UnavailableError(
+            f"NetworkArgs.kernel_backend = 'triton' needs a GPU, and this run is on {device_type!r}: 'auto' and "
+            "'pytorch' run anywhere"
+        )
+
+
 def _check_name(field: str, name: str, *, known: tuple[str, ...], available: tuple[str, ...]) -> None:
     if name not in known:
         raise ValueError(f"{field} {name!r} is not one of {', '.join(known)}")
@@ -86,27 +99,48 @@ def _check_name(field: str, name: str, *, known: tuple[str, ...], available: tup
         raise UnavailableError(f"{field} {name!r} is not available in this version, which has: {', '.join(available)}")
 
 
-def _choose(backend: str, quantization: str) -> str:
-    check_available(backend, quantization)
-    if backend != "auto":
+def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend that serves the request: the one named, or for "auto" the fastest that can."""
+    if backend == "pytorch":
         return backend
-    _log_choice(AVAILABLE_BACKENDS[0])
-    return AVAILABLE_BACKENDS[0]
+    reason = why_not(q, k, v)
+    if backend == "triton" and reason is not None:
+        raise UnavailableError(
+            f"kernel_backend 'triton' can't serve this attention: {reason}; 'auto' and 'pytorch' can"
+        )
+    if backend == "auto" and reason is None and (not q.is_cuda or q.dtype == torch.float32):
+        reason = "it is slower there"
+    chosen = "triton" if reason is None else "pytorch"
+    if backend == "auto":
+        _log_choice(chosen, f"; triton: {reason}" if reason is not None and q.is_cuda else "")
+    return chosen
 
 
 @functools.cache
-def _log_choice(backend: str) -> None:
-    """Once per process and backend."""
-    _logger.info("attention backend: %s (kernel_backend 'auto')", backend)
+def _log_choice(backend: str, why: str) -> None:
+    """Once per process, backend and reason."""
+    _logger.info("attention backend: %s (kernel_backend 'auto'%s)", backend, why)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scaling_seqlen: int, max_seqlen: int) -> None:
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    num_contexts: Tensor | None,
+    num_targets: Tensor | None,
+    scaling_seqlen: int,
+    max_seqlen: int,
+) -> None:
     if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be (T, H, d_qk) twice and (T, H, d_v)"
         )
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"offsets must be (B + 1,), not {tuple(offsets.shape)}")
+    num_users = offsets.shape[0] - 1
+    if any(x is not None and x.shape != (num_users,) for x in (num_contexts, num_targets)):
+        raise ValueError(f"num_contexts and num_targets must have one entry for each of {num_users} users")
     if scaling_seqlen < 1:
         raise ValueError(f"scaling_seqlen {scaling_seqlen} must be at least 1")
     if max_seqlen < 0:

@@ -10,7 +10,6 @@ MISSING = [
     ({"tensor_parallel": schema.TensorModelParallelArgs(2)}, "tensor parallelism"),
     ({"mixed_precision": schema.MixedPrecisionArgs("fp8", hstu_attn_quantization_mode="per-block")},
      "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-block' (FP8 attention), 'bf16' is"),
-    ({"network": {"kernel_backend": "triton"}}, "NetworkArgs.kernel_backend = 'triton'"),
     ({"network": {"kernel_backend": "cutlass"}}, "NetworkArgs.kernel_backend = 'cutlass'"),
     ({"network": {"dtype_str": "float16"}}, "loss scaling"),
     ({"dataset": {"dataset_name": "kuairand-1k"}}, "DatasetArgs.dataset_name = 'kuairand-1k'"),
@@ -28,7 +27,7 @@ def test_a_feature_of_a_later_version_parses_and_is_named(experiment, changes, n
 
 
 def test_all_missing_features_are_named_at_once(experiment):
-    config = experiment(network={"kernel_backend": "triton"}, dataset={"dataset_name": "custom"})
+    config = experiment(network={"kernel_backend": "cutlass"}, dataset={"dataset_name": "custom"})
     with pytest.raises(UnavailableError, match=r"kernel_backend.*dataset_name"):
         check_available(config)
 

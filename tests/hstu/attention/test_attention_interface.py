@@ -17,10 +17,16 @@ def attend(**changes):
     return hstu_attention(kwargs.pop("q", x), x, kwargs.pop("v", x), **kwargs)
 
 
-@pytest.mark.parametrize("backend", ["triton", "cutlass"])
-def test_backend_that_is_not_there(backend):
-    with pytest.raises(UnavailableError, match=rf"kernel_backend '{backend}'.*auto, pytorch"):
-        attend(backend=backend)
+def test_backend_that_is_not_there():
+    with pytest.raises(UnavailableError, match=r"kernel_backend 'cutlass'.*auto, pytorch, triton"):
+        attend(backend="cutlass")
+
+
+def test_triton_is_asked_for_before_anything_is_built():
+    with pytest.raises(UnavailableError, match=r"kernel_backend = 'triton' needs a GPU, and this run is on 'cpu'"):
+        interface.check_device("triton", "cpu")
+    for backend, device in (("triton", "cuda"), ("auto", "cpu"), ("pytorch", "cpu")):
+        interface.check_device(backend, device)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor"])

@@ -1,0 +1,171 @@
+"""The Triton kernels as operators of torch.library, so that autograd, torch.compile and torch.export see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrec.hstu.attention import launch
+from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention.bias import RelativeBias
+from genrec.hstu.attention.mask import MaskRules
+from genrec.hstu.attention.tuning import tiles_for
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COMPILED_DIMS = frozenset((32, 64, 128, 256))  # widths of heads that tests on a GPU hold to
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets: Tensor,
+    scaling_seqlen: int,
+    alpha: float,
+    num_contexts: Tensor | None,
+    num_targets: Tensor | None,
+    rules: MaskRules,
+    bias: RelativeBias | None,
+) -> Tensor:
+    """q, k: (T, H, d_qk), v: (T, H, d_v) -> (T, H, d_v). Rows beyond ``offsets[-1]`` and their gradients are zero.
+
+    What the tensors hold is not checked, which would wait for the device: lengths that don't fit give garbage.
+    """
+    tensors: tuple[Tensor | None, ...] = (None,) * 4
+    if bias is not None:
+        tensors = (bias.position_weight, bias.time_weight, bias.query_times, bias.key_times)
+    masking = (rules.causal, rules.contextual_mask, rules.max_attn_len, rules.target_group_size)
+    output: Tensor = _forward(q, k, v, *tensors, offsets, num_contexts, num_targets, scaling_seqlen, alpha, *masking)[0]
+    return output
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why these kernels can't serve the request here; None if they can."""
+    if kernels.triton is None:
+        return "Triton is not installed"
+    if not q.is_cuda and not kernels.INTERPRETED:
+        return f"it needs a CUDA device, and q is on {q.device.type!r}"
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q, k and v must share bfloat16, float16 or float32, not {q.dtype}, {k.dtype}, {v.dtype}"
+    if kernels.INTERPRETED and q.dtype == torch.bfloat16:
+        return "Triton's interpreter has no products of bfloat16"
+    if max(q.shape[2], v.shape[2]) > launch.MAX_DIM:
+        return f"heads are at most {launch.MAX_DIM} wide, not {max(q.shape[2], v.shape[2])}"
+    if q.is_cuda and not {q.shape[2], v.shape[2]} <= COMPILED_DIMS:
+        # 40 and 24 gave wrong results on an H200, where the same kernels are right in the interpreter.
+        return f"heads are {', '.join(map(str, sorted(COMPILED_DIMS)))} wide, not {q.shape[2]} and {v.shape[2]}"
+    if q.shape[0] >= 2**31:
+        return f"a batch has fewer than 2**31 rows, not {q.shape[0]}"
+    return None
+
+
+def _bias_of(
+    position_weight: Tensor | None, time_weight: Tensor | None, query_times: Tensor | None, key_times: Tensor | None
+) -> RelativeBias | None:
+    if position_weight is None or time_weight is None or query_times is None or key_times is None:
+        return None
+    return RelativeBias(position_weight, time_weight, query_times, key_times)
+
+
+@torch.library.custom_op("genrec::hstu_attention_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_weight: Tensor | None,
+    time_weight: Tensor | None,
+    query_times: Tensor | None,
+    key_times: Tensor | None,
+    offsets: Tensor,
+    num_contexts: Tensor | None,
+    num_targets: Tensor | None,
+    scaling_seqlen: int,
+    alpha: float,
+    causal: bool,
+    contextual_mask: str,
+    max_attn_len: int,
+    target_group_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The output, and the schedule of the batch, which backward uses again."""
+    bias = _bias_of(position_weight, time_weight, query_times, key_times)
+    rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
+    request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
+    return launch.forward(q, k, v, request, tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None))
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    offsets: Tensor = rest[4]
+    schedule = offsets.new_empty((2, offsets.shape[0]), dtype=torch.int32)
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), schedule
+
+
+@torch.library.custom_op("genrec::hstu_attention_backward", mutates_args=())
+def _backward(
+    grad_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Tensor,
+    position_weight: Tensor | None,
+    time_weight: Tensor | None,
+    query_times: Tensor | None,
+    key_times: Tensor | None,
+    offsets: Tensor,
+    num_contexts: Tensor | None,
+    num_targets: Tensor | None,
+    scaling_seqlen: int,
+    alpha: float,
+    causal: bool,
+    contextual_mask: str,
+    max_attn_len: int,
+    target_group_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of v, q, k, each (T, H * d), side by side in one buffer: operators return no views of each other.
+
+    Then those of the weights of the bias in float32, without elements where there is none.
+    """
+    bias = _bias_of(position_weight, time_weight, query_times, key_times)
+    rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
+    request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
+    tiles = tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None)
+    return launch.backward(grad_output, q, k, v, schedule, request, tiles)
+
+
+@_backward.register_fake
+def _(
+    grad_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Tensor,
+    position_weight: Tensor | None,
+    time_weight: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    sizes = [0 if x is None else x.shape[0] for x in (position_weight, time_weight)]
+    grads = q.new_empty((q.shape[0], q.shape[1] * (2 * q.shape[2] + v.shape[2])))
+    return grads, *(q.new_empty(size, dtype=torch.float32) for size in sizes)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *batch = inputs[:10]
+    ctx.settings = inputs[10:]
+    ctx.save_for_backward(q, k, v, output[1], *batch)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd(ctx: Any, grad_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, schedule, position_weight, time_weight, *batch = ctx.saved_tensors
+    weights = (position_weight, time_weight)
+    grads, *weight_grads = _backward(grad_output, q, k, v, schedule, *weights, *batch, *ctx.settings)
+    parts = grads.split([x.shape[1] * x.shape[2] for x in (v, q, k)], dim=1)
+    dv, dq, dk = (part.view(x.shape) for part, x in zip(parts, (v, q, k), strict=True))
+    of_weights = [None if x is None else grad.to(x.dtype) for x, grad in zip(weights, weight_grads, strict=True)]
+    return dq, dk, dv, *of_weights, *(None,) * 11
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)

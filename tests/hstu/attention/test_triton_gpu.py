@@ -1,0 +1,224 @@
+"""The compiled Triton kernels on a GPU: every mask, dtype and width at the lengths where tiles begin and end.
+
+The budget: at most twice (gradients: three times) the error that the formula in PyTorch has in the same precision, both
+measured against float32. Kernels compile for minutes; `-k "bfloat16 and 64"` takes a part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from genrec.hstu.attention import hstu_attention, tuning
+from genrec.hstu.attention.mask import MaskRules, visible
+from genrec.hstu.attention.reference import reference_attention
+
+pytestmark = pytest.mark.gpu
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read as cuBLAS starts, for deterministic products
+
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000)
+PADDING = 70
+MASKS = {
+    "causal": {},
+    "contexts": {"num_contexts": 3},
+    "many contexts see the history": {"num_contexts": 70, "contextual_mask": "history"},
+    "targets": {"num_targets": 20},
+    "contexts, targets in groups": {"num_contexts": 3, "num_targets": 20, "target_group_size": 3},
+    "contexts see the history, targets": {"num_contexts": 2, "num_targets": 70, "contextual_mask": "history"},
+    "window": {"max_attn_len": 100},
+    "window, contexts, targets": {"max_attn_len": 50, "num_contexts": 3, "num_targets": 20, "target_group_size": 2},
+    "both ways": {"causal": False},
+    "both ways, window, contexts, targets": {
+        "causal": False, "max_attn_len": 80, "num_contexts": 3, "num_targets": 30, "target_group_size": 4,
+    },
+}  # fmt: skip
+WIDTHS = [(32, 32), (64, 64), (128, 128), (256, 256), (64, 128)]
+
+
+def batch(num_contexts=0, num_targets=0, **masking):
+    """Arguments of hstu_attention for users of all LENGTHS, with at most that many contexts and targets each."""
+    lengths = torch.tensor(LENGTHS)
+    contexts = torch.minimum(torch.tensor(num_contexts), lengths)
+    targets = torch.minimum(torch.tensor(num_targets), lengths - contexts)
+    return {
+        "offsets": torch.tensor([0, *itertools.accumulate(LENGTHS)]).cuda(),
+        "scaling_seqlen": 128,
+        "num_contexts": contexts.cuda() if num_contexts else None,
+        "num_targets": targets.cuda() if num_targets else None,
+        **masking,
+    }
+
+
+def draw(dtype, width, value_width, *, num_heads=2):
+    """u | v | q | k, NaN in the padding, and a gradient."""
+    rows, generator = sum(LENGTHS) + PADDING, torch.Generator("cuda").manual_seed(0)
+    fused = torch.randn(rows, 2 * num_heads * (width + value_width), generator=generator, device="cuda").to(dtype)
+    grad = torch.randn(rows, num_heads, value_width, generator=generator, device="cuda").to(dtype)
+    fused[-PADDING:], grad[-PADDING:] = float("nan"), float("nan")
+    return fused, grad
+
+
+def run(function, fused, grad, width):
+    """Output and gradient of the projection, without the padding."""
+    num_heads, value_width = grad.shape[1:]
+    widths = [num_heads * d for d in (value_width, value_width, width, width)]
+    fused = fused.detach().requires_grad_()
+    _, v, q, k = (part.unflatten(1, (num_heads, -1)) for part in fused.split(widths, dim=1))
+    output = function(q, k, v)
+    return output.detach(), torch.autograd.grad(output, fused, grad)[0]
+
+
+def plain(q, k, v, *, offsets, scaling_seqlen, num_contexts, num_targets, **masking):
+    """The formula in the precision of q, user by user."""
+    outputs = []
+    for user, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+        query, key, value = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+        places = torch.arange(stop - start, device=q.device)
+        parts = [torch.tensor(0, device=q.device) if x is None else x[user] for x in (num_contexts, num_targets)]
+        length = torch.tensor(stop - start, device=q.device)
+        mask = visible(
+            places[:, None],
+            places[None, :],
+            lengths=length,
+            num_contexts=parts[0],
+            num_targets=parts[1],
+            rules=MaskRules(**masking),
+        )
+        weights = F.silu(query @ key.transpose(1, 2) * q.shape[2] ** -0.5) * mask / scaling_seqlen
+        outputs.append((weights @ value).transpose(0, 1))
+    return torch.cat([*outputs, v[offsets[-1] :] * 0])
+
+
+def exact(q, k, v, *, offsets, scaling_seqlen, num_contexts, num_targets, **masking):
+    return reference_attention(
+        q,
+        k,
+        v,
+        offsets=offsets,
+        scaling_seqlen=scaling_seqlen,
+        alpha=q.shape[2] ** -0.5,
+        num_contexts=num_contexts,
+        num_targets=num_targets,
+        rules=MaskRules(**masking),
+        bias=None,
+    )
+
+
+@pytest.fixture
+def poisoned():
+    """Fresh buffers hold NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_within_budget(mask, dtype, width, value_width):
+    kwargs = batch(**MASKS[mask])
+    fused, grad = draw(dtype, width, value_width)
+    mine = run(lambda *x: hstu_attention(*x, max_seqlen=max(LENGTHS), backend="triton", **kwargs), fused, grad, width)
+    theirs = run(lambda *x: plain(*x, **kwargs), fused, grad, width)
+    truth = run(lambda *x: exact(*x, **kwargs), fused.double(), grad.double(), width)
+    for name, got, other, true, times in zip(("output", "gradient"), mine, theirs, truth, (2, 3), strict=True):
+        assert got.dtype == dtype
+        assert (got[-PADDING:] == 0).all()
+        for length, (start, stop) in zip(LENGTHS, itertools.pairwise(kwargs["offsets"].tolist()), strict=True):
+            if length == 0:
+                continue
+            error, others_error, rounding = (
+                (x[start:stop].double() - true[start:stop]).abs().max() for x in (got, other, true.to(dtype))
+            )
+            # Of a user of few tokens either error can be zero by luck: below a rounding of the largest nobody is held.
+            least = torch.finfo(dtype).eps * true[start:stop].abs().max()
+            budget = max(times * max(others_error, rounding), least)
+            assert error <= budget, f"{name} of the user of {length}: {error:.3e}, budget {budget:.3e}"
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("width", "value_width"), WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_error_within_budget(mask, dtype, width, value_width):
+    assert_within_budget(mask, dtype, width, value_width)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    "option", [{"tma": True}, {"fused": True}, {"tanh": "approx_pair"}, {"tanh": "exact"}], ids=str
+)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["causal", "window, contexts, targets"])
+def test_error_of_other_ways_to_run_the_kernels(monkeypatch, mask, width, option):
+    tiles = dataclasses.replace(tuning.HALF_PRECISION_TILES[width], **option)
+    if "fused" in option:  # room for the sums of dQ
+        tile = dataclasses.replace(tiles.key_grad, rows=32, num_warps=4 if width == 64 else 8, num_stages=2)
+        tiles = dataclasses.replace(tiles, key_grad=tile)
+    monkeypatch.setitem(tuning.HALF_PRECISION_TILES, width, tiles)
+    assert_within_budget(mask, torch.bfloat16, width, width)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_results_are_the_same_every_time():
+    kwargs = batch(**MASKS["contexts, targets in groups"])
+    fused, grad = draw(torch.bfloat16, 64, 64)
+
+    def attend(*x):
+        return hstu_attention(*x, max_seqlen=max(LENGTHS), backend="triton", **kwargs)
+
+    first = run(attend, fused, grad, 64)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(run(attend, fused, grad, 64), first, strict=True))
+
+
+def test_the_host_never_waits_and_auto_takes_triton():
+    kwargs = batch(**MASKS["targets"])
+    fused, grad = draw(torch.bfloat16, 64, 64)
+
+    def attend(*x, backend="auto"):
+        return hstu_attention(*x, max_seqlen=max(LENGTHS), backend=backend, **kwargs)
+
+    named = run(lambda *x: attend(*x, backend="triton"), fused, grad, 64)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chosen = run(attend, fused, grad, 64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(chosen, named, strict=True))
+
+
+def test_rows_beyond_32_bits_of_elements():
+    """The last user lies 2.4e9 numbers into a buffer; alone at its start it comes out the same."""
+    wide = torch.zeros(300_000, 8192, dtype=torch.bfloat16, device="cuda")
+    last = torch.randn(1000, 3 * 64, device="cuda").to(torch.bfloat16)
+    wide[-1000:, : 3 * 64] = last
+
+    def attend(x, offsets):
+        x = x.detach().requires_grad_()
+        q, k, v = (part.unflatten(1, (1, 64)) for part in x[:, : 3 * 64].split(64, dim=1))
+        output = hstu_attention(
+            q, k, v, offsets=offsets, max_seqlen=299_000, scaling_seqlen=1000, max_attn_len=500, backend="triton"
+        )
+        grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+        return [y[-1000:] for y in (output, *grads)]
+
+    far = attend(wide, torch.tensor([0, 299_000, 300_000], device="cuda"))
+    near = attend(last, torch.tensor([0, 1000], device="cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(far, near, strict=True))
+
+
+def test_torch_compile_takes_the_operator_whole():
+    kwargs = batch(**MASKS["causal"])
+    fused, grad = draw(torch.bfloat16, 64, 64)
+
+    def attend(*x):
+        return hstu_attention(*x, max_seqlen=max(LENGTHS), backend="triton", **kwargs)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    for a, b in zip(run(compiled, fused, grad, 64), run(attend, fused, grad, 64), strict=True):
+        assert torch.equal(a, b)
