@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
-import importlib.metadata
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -28,16 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from genrec.hstu.attention import hstu_attention
+from reporting import RESULTS, header, write
+from timing import time_ms
 
 FULL_LENGTHS = (512, 1024, 2048, 4096, 8192)
 DIRECTIONS = ("forward", "backward", "both")
 FLOP_FACTOR = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 # Of the norm; bfloat16 rounds by 0.002 and both sides round several times.
 TOLERANCE = 0.02
-RESULT = Path(__file__).parent / "results" / "attention.json"
+RESULT = RESULTS / "attention.json"
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def peer(inputs: Inputs) -> Contender:
 
     def forward() -> tuple[Tensor, ...]:
         result = ops.hstu_varlen_fwd_90(
-            q, k, v, *batch, window_left=-1, window_right=0, alpha=alpha, rab=None, is_delta_q=False,
+            q, k, v, *batch, window_size_left=-1, window_size_right=0, alpha=alpha, rab=None, is_delta_q=False,
             descale_q=None, descale_k=None, descale_v=None,
         )  # fmt: skip
         return (result,) if isinstance(result, Tensor) else tuple(result[:1])
@@ -191,29 +191,18 @@ def check_agreement(first: Contender, second: Contender) -> float:
     return worst
 
 
-def time_ms(function: Callable[[], object], calls: int) -> float:
-    """Milliseconds a call, over ``calls`` of them in a row."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        function()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / calls
-
-
 def measure(contenders: dict[str, Contender], case: Case, *, rounds: int, round_ms: float) -> dict[str, Any]:
     """By direction: ratios, then milliseconds (median, least, most) and TFLOP/s of each contender."""
     results: dict[str, Any] = {}
     for direction in DIRECTIONS:
         calls = {}
         for name, contender in contenders.items():
-            time_ms(contender[direction], 3)
-            calls[name] = max(1, min(200, round(round_ms / time_ms(contender[direction], 3))))
+            time_ms(contender[direction], calls=3)
+            calls[name] = max(1, min(200, round(round_ms / time_ms(contender[direction], calls=3))))
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, contender in contenders.items():
-                times[name].append(time_ms(contender[direction], calls[name]))
+                times[name].append(time_ms(contender[direction], calls=calls[name]))
         medians = {name: statistics.median(values) for name, values in times.items()}
         results[direction] = {f"ratio to {name}": medians[name] / medians["ours"] for name in medians if name != "ours"}
         for name, values in times.items():
@@ -227,8 +216,8 @@ def measure(contenders: dict[str, Contender], case: Case, *, rounds: int, round_
 def matmul_tflops(dtype: torch.dtype) -> float:
     """What this card's dense products reach, 8192 cubed."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
-    time_ms(lambda: a @ b, 10)
-    return 2 * 8192**3 / statistics.median(time_ms(lambda: a @ b, 20) for _ in range(5)) / 1e9
+    time_ms(lambda: a @ b, calls=10)
+    return 2 * 8192**3 / statistics.median(time_ms(lambda: a @ b, calls=20) for _ in range(5)) / 1e9
 
 
 def parse() -> argparse.Namespace:
@@ -255,14 +244,7 @@ def main() -> int:
     dtype = getattr(torch, args.dtype)
     ceiling = matmul_tflops(dtype)
     report: dict[str, Any] = {
-        "benchmark": "HSTU attention",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "triton": importlib.metadata.version("triton"),
-        },
+        **header("HSTU attention", "triton"),
         "peer": None if args.peer is None else "FBGEMM CUTLASS (hstu_varlen_*_90)",
         "dtype": args.dtype,
         "rounds": args.rounds,
@@ -281,24 +263,18 @@ def main() -> int:
         entry |= measure(contenders, case, rounds=args.rounds, round_ms=args.round_ms)
         report["results"].append(entry)
         print(_line(entry, ceiling), flush=True)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        write(report, args.output)
     plot(report, args.output.with_suffix(".png"))
     return 0
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """A heat map of ratios to the peer, or of shares of the card's dense products where there is no peer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     has_peer = report["peer"] is not None
     names = list(dict.fromkeys(entry["case"] for entry in report["results"]))
     dims = list(dict.fromkeys(entry["dim"] for entry in report["results"]))
-    figure, panels = pyplot.subplots(1, len(DIRECTIONS), figsize=(14, 1.5 + 0.6 * len(names)), squeeze=False)
-    for axes, direction in zip(panels[0], DIRECTIONS, strict=True):
+    figure = Figure(figsize=(14, 1.5 + 0.6 * len(names)), layout="constrained")
+    for axes, direction in zip(figure.subplots(1, len(DIRECTIONS)), DIRECTIONS, strict=True):
         grid = [[math.nan] * len(dims) for _ in names]
         for entry in report["results"]:
             result = entry[direction]
@@ -311,9 +287,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.set_xticks(range(len(dims)), [f"d = {dim}" for dim in dims])
         axes.set_yticks(range(len(names)), names)
     figure.suptitle(f"{report['benchmark']}, {report['dtype']}, {report['device']}, {report['date']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(path, dpi=100)
 
 
 def _line(entry: dict[str, Any], ceiling: float) -> str:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -31,10 +29,12 @@ from torch import Tensor
 from genrec.hstu.attention import launch
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES, KernelTile, Tiles
+from reporting import RESULTS, header, write
+from timing import time_ms
 
 # "fused": key_grad's kernel doing query_grad's work too.
 KERNELS = ("forward", "key_grad", "query_grad", "fused")
-RESULT = Path(__file__).parent / "results" / "attention_tiles.json"
+RESULT = RESULTS / "attention_tiles.json"
 # Of the norm: bfloat16, summed in another order.
 TOLERANCE = 0.01
 # Shared memory of a Hopper block.
@@ -109,16 +109,9 @@ def compile_one(kernel: str, dim: int, tiles: Tiles) -> str:
 
 
 def median_ms(function: Callable[[], object], *, repeats: int = 7) -> float:
-    """After two calls to warm up."""
-    times = []
-    for _ in range(repeats + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times[2:])
+    """Of single calls, after two to warm up."""
+    time_ms(function, calls=2)
+    return statistics.median(time_ms(function, calls=1) for _ in range(repeats))
 
 
 def main() -> int:
@@ -158,18 +151,14 @@ def main() -> int:
                 factor = 1.0 if kernel == "forward" else 2.5
                 print(entry, f"{factor * problem.flops / entry['ms'] / 1e9:.0f} TFLOP/s", flush=True)
         report = {
-            "benchmark": "tiles of the attention kernels",
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+            **header("tiles of the attention kernels", "triton"),
             "length": args.length,
             "batch_size": args.batch_size,
             "results": sorted(
                 results, key=lambda entry: (entry["dim"], entry["kernel"], entry.get("ms", float("inf")))
             ),
         }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        write(report, args.output)
     return 0
 
 

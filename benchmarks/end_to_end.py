@@ -16,10 +16,8 @@ colorama==0.4.4 thop texttable tabulate`, and pass --peer-path DIR. Without it o
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
-import platform
 import statistics
 import sys
 import time
@@ -40,9 +38,10 @@ from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule, build_optimizers
 from genrec.training.sharding import Ranks
 from genrec.training.step import TrainStep
+from reporting import RESULTS, cpu, header, write
 
 OURS = "genrec"
-RESULT = Path(__file__).parent / "results" / "cpu_throughput.json"
+RESULT = RESULTS / "cpu_throughput.json"
 
 
 @dataclass(frozen=True)
@@ -211,18 +210,14 @@ def main() -> int:
     rounds = time_rounds(contestants, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
     report = _report(config, rounds, length=length)
     print(json.dumps(report["results"], indent=1))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output)
     return 0
 
 
 def _report(config: ExperimentConfig, rounds: dict[str, list[Round]], *, length: int) -> dict[str, Any]:
     network = config.network
     return {
-        "benchmark": "training steps on a CPU",
-        "date": datetime.date.today().isoformat(),
-        "device": f"{_processor()}, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **header("training steps on a CPU", device=cpu()),
         "setting": {
             "users_per_batch": config.trainer.train_batch_size,
             "max_tokens_per_user": length,
@@ -247,15 +242,6 @@ def _summary(own: list[Round], ours: list[Round]) -> dict[str, Any]:
             a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, own, strict=True)
         ),
     }
-
-
-def _processor() -> str:
-    """The processor's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,30 +11,27 @@ error of that difference, whether every loss and metric was finite, and the loss
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
+from genrec.configs.schema import LINEAR_RECIPES
+from preset_runs import train_preset
+from reporting import RESULTS, header, write
+
 BASE = "bf16"
-BOUND = 0.002  # how far a recipe's mean test AUC may lie from bfloat16's
+# How far a recipe's mean test AUC may lie from bfloat16's, or two standard errors of that difference, if more.
+BOUND = 0.002
 VARIANTS = {
     BASE: ["MixedPrecisionArgs.mixed_precision_dtype = None"],
-    **{
-        recipe: [f"MixedPrecisionArgs.linear_recipe = '{recipe}'"]
-        for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
-    },
+    **{recipe: [f"MixedPrecisionArgs.linear_recipe = '{recipe}'"] for recipe in LINEAR_RECIPES},
     # The weights are those of "tensorwise"; evaluation is in FP8 too, as training is.
     "tensorwise_fp8_eval": [
         "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
@@ -45,10 +42,8 @@ VARIANTS = {
 
 def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run: variant, seed, whether all was finite, test metrics by protocol, [step, loss] and [step, valid AUC]."""
-    output = folder / f"{variant}_seed{seed}"
     bindings = [
         f"TrainerArgs.seed = {seed}",
-        f"TrainerArgs.output_dir = '{output}'",
         f"TrainerArgs.max_train_iters = {args.iters}",
         f"TrainerArgs.eval_interval = {args.eval_interval}",
         "TrainerArgs.profile = False",
@@ -57,14 +52,7 @@ def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) ->
         *VARIANTS[variant],
         *args.gin_bindings,
     ]
-    command = [sys.executable, str(ROOT / "examples" / "pretrain_gr_ranking.py")]
-    command += ["--gin-config-file", args.gin_config_file]
-    for binding in bindings:
-        command += ["--gin-bindings", binding]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{variant}, seed {seed}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = train_preset(args.gin_config_file, bindings=bindings, output_dir=folder / f"{variant}_seed{seed}")
     curve = [[line["step"], line["loss"]] for line in lines if line["event"] == "train"]
     valid = [[n["step"], n["metrics"]["auc"]] for n in lines if n["event"] == "valid" and n["protocol"] == "sequential"]
     tests = {line["protocol"]: line["metrics"] for line in lines if line["event"] == "test"}
@@ -124,17 +112,6 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
-    found: dict[str, str] = {"torch": torch.__version__}
-    for name in ("transformer_engine", "triton", "fbgemm_gpu", "torchrec"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> int:
     """Train all, write, print; 1 if a run was not finite or a variant lies outside the bound."""
     parser = argparse.ArgumentParser(description="Accuracy of FP8 recipes against bfloat16.")
@@ -146,7 +123,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[BASE, "delayed", "tensorwise", "blockwise"])
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fp8_linear_quality.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fp8_linear_quality.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         jobs = [
@@ -156,18 +133,14 @@ def main() -> int:
         ]
         runs = [job.result() for job in jobs]
     report = {
-        "benchmark": "accuracy of FP8",
+        **header("accuracy of FP8", "transformer_engine", "triton", "fbgemm_gpu", "torchrec"),
         "gin_file": args.gin_config_file,
         "gin_bindings": args.gin_bindings,
         "iters": args.iters,
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": versions(),
         "summary": compare(runs),
         "runs": runs,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output)
     plot(runs, args.output.with_suffix(".png"))
     print(json.dumps(report["summary"], indent=1))
     rows = [row for variant in report["summary"].values() for row in variant.values() if isinstance(row, dict)]

@@ -11,8 +11,6 @@ JSON and a picture of the speed over bfloat16's, and prints for each width the t
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import statistics
 import sys
@@ -28,6 +26,8 @@ from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.linear import make_linear
 from genrec.hstu.precision.capability import linear_capabilities
 from genrec.hstu.precision.region import fp8_region
+from reporting import RESULTS, header, write
+from timing import time_ms
 
 BASE = "bf16"
 WIDTHS = (128, 256, 512, 1024, 2048)
@@ -65,17 +65,6 @@ def passes(recipe: str, width: int, tokens: int) -> Callable[[], None]:
     return run
 
 
-def time_ms(run: Callable[[], None], *, repeats: int) -> float:
-    """Mean milliseconds of a pass within one round."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
 def measure(width: int, tokens: int, recipes: list[str], rounds: int) -> dict[str, dict[str, float]]:
     """Median, least and most milliseconds of each recipe, over rounds in turns."""
     runs = {recipe: passes(recipe, width, tokens) for recipe in recipes}
@@ -83,11 +72,11 @@ def measure(width: int, tokens: int, recipes: list[str], rounds: int) -> dict[st
         for _ in range(5):
             run()
     torch.cuda.synchronize()
-    repeats = max(3, min(30, int(15.0 / max(time_ms(runs[BASE], repeats=3), 0.05))))
+    calls = max(3, min(30, int(15.0 / max(time_ms(runs[BASE], calls=3), 0.05))))
     times: dict[str, list[float]] = {recipe: [] for recipe in recipes}
     for _ in range(rounds):
         for recipe, run in runs.items():
-            times[recipe].append(time_ms(run, repeats=repeats))
+            times[recipe].append(time_ms(run, calls=calls))
     return {r: {"median": statistics.median(t), "min": min(t), "max": max(t)} for r, t in times.items()}
 
 
@@ -122,7 +111,7 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fp8_linear_speed.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fp8_linear_speed.json")
     args = parser.parse_args()
     recipes = [BASE, *(recipe for recipe, reason in linear_capabilities().items() if not reason)]
     rows = [
@@ -132,19 +121,12 @@ def main() -> int:
     ]
     even = {recipe: {w: break_even(rows, recipe, w) for w in args.widths} for recipe in recipes if recipe != BASE}
     report = {
-        "benchmark": "linears of an HSTU layer, forward and backward",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformer_engine": importlib.metadata.version("transformer_engine"),
-        },
+        **header("linears of an HSTU layer, forward and backward", "transformer_engine"),
         "rounds": args.rounds,
         "tokens_from_which_it_pays": even,
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output)
     plot(rows, recipes, args.output.with_suffix(".png"))
     for row in rows:
         speeds = {r: round(row["ms"][BASE]["median"] / row["ms"][r]["median"], 2) for r in recipes}

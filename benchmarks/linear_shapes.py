@@ -10,8 +10,6 @@ first sentence. What follows from the table is in configs/precision.py (FP8_ROW_
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import sys
 from pathlib import Path
@@ -19,7 +17,11 @@ from typing import Any
 
 import torch
 
-RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+from genrec.configs.schema import LINEAR_RECIPES, MixedPrecisionArgs
+from genrec.hstu.precision.recipes import linear_recipe
+from genrec.hstu.precision.te import te_recipe
+from reporting import RESULTS, header, write
+
 ROWS = (*range(65), 80, 96, 100, 120, 128, 136, 144, 1000, 1008, 1024)
 DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 100, 112, 128, 136, 144, 200, 1000, 1008)
 TOLERANCE = 0.1  # of the norm: e4m3 has 3 bits of mantissa, e5m2 2
@@ -65,18 +67,12 @@ def least_multiple(outcomes: dict[int, str]) -> int | None:
 
 def measure(name: str) -> dict[str, Any]:
     """The outcomes of one recipe."""
-    from transformer_engine.common import recipe as te
-
-    kinds = {
-        "delayed": te.DelayedScaling,
-        "tensorwise": te.Float8CurrentScaling,
-        "blockwise": te.Float8BlockScaling,
-        "mxfp8": te.MXFP8BlockScaling,
-    }
     result: dict[str, Any] = {}
     for precision in ("hybrid", "e4m3"):
-        format_ = te.Format.HYBRID if precision == "hybrid" else te.Format.E4M3
-        recipe = kinds[name](fp8_format=format_)
+        args = MixedPrecisionArgs("fp8", linear_recipe=name, linear_scaling_precision=precision)
+        ours = linear_recipe(args)
+        assert ours is not None
+        recipe = te_recipe(ours)
         for direction in ("forward", "forward and backward"):
             backward = direction != "forward"
             rows = {n: attempt(recipe, n, 128, 256, backward=backward) for n in ROWS}
@@ -100,20 +96,14 @@ def measure(name: str) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, write and print."""
-    import transformer_engine
-
     parser = argparse.ArgumentParser(description="Which shapes FP8 linears take.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fp8_linear_shapes.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fp8_linear_shapes.json")
     args = parser.parse_args()
     report: dict[str, Any] = {
-        "benchmark": "shapes of FP8 linears",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__},
-        "recipes": {name: measure(name) for name in RECIPES},
+        **header("shapes of FP8 linears", "transformer_engine"),
+        "recipes": {name: measure(name) for name in LINEAR_RECIPES},
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output)
     for name, outcomes in report["recipes"].items():
         for setting, outcome in outcomes.items():
             print(f"{name:>11} {setting:<30}", {key: value for key, value in outcome.items() if key != "refusals"})

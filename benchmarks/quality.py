@@ -9,34 +9,27 @@ on valid and test. The seconds are those of the whole run: start, training, all 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from preset_runs import train_preset
+from reporting import RESULTS, header, write
 
-ROOT = Path(__file__).resolve().parent.parent
 METRICS = ("auc", "gauc", "ne", "logloss")
 
 
 def run_seed(gin_file: str, seed: int, *, bindings: list[str], folder: Path) -> dict[str, Any]:
-    """Train one seed; returns {"seed", "seconds", "<split>_<protocol>": {metric: value}}. Raises on a failed run."""
-    output = folder / f"seed{seed}"
-    command = [sys.executable, str(ROOT / "examples" / "pretrain_gr_ranking.py"), "--gin-config-file", gin_file]
-    for binding in (f"TrainerArgs.seed = {seed}", f"TrainerArgs.output_dir = '{output}'", *bindings):
-        command += ["--gin-bindings", binding]
+    """Train one seed; returns {"seed", "seconds", "<split>_<protocol>": {metric: value}}."""
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = train_preset(
+        gin_file, bindings=[f"TrainerArgs.seed = {seed}", *bindings], output_dir=folder / f"seed{seed}"
+    )
     result: dict[str, Any] = {"seed": seed, "seconds": round(time.perf_counter() - start, 1)}
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     for line in lines:  # later evaluations of valid replace earlier ones
         if line["event"] in ("valid", "test"):
             result[f"{line['event']}_{line['protocol']}"] = {name: line["metrics"][name] for name in METRICS}
@@ -70,21 +63,15 @@ def main() -> int:
         runs = [
             run_seed(args.gin_config_file, seed, bindings=args.gin_bindings, folder=Path(folder)) for seed in args.seeds
         ]
-    name = Path(args.gin_config_file).stem
     report = {
-        "benchmark": "quality",
+        **header("quality"),
         "gin_file": args.gin_config_file,
         # Where the data lies is no part of the result.
         "gin_bindings": [text for text in args.gin_bindings if not text.startswith("DatasetArgs.dataset_path")],
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.environ.get('OMP_NUM_THREADS', torch.get_num_threads())} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "summary": summary(runs),
         "runs": runs,
     }
-    output = args.output or Path(__file__).parent / "results" / f"{name}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output or RESULTS / f"{Path(args.gin_config_file).stem}.json")
     print(json.dumps(report["summary"], indent=1))
     return 0
 

@@ -51,9 +51,8 @@ class MixedPrecisionArgs:
     amax_compute_algo: str = "max"  # "max" of the history, "most_recent" of it
     margin: int = 0  # scales are 2^margin smaller than the history asks for: headroom for growth
     fp8_during_eval: bool = False  # evaluate in FP8 as well; else evaluation runs in dtype_str
-    skip_first_last_layer: bool = (
-        False  # the first and the last HSTU layer and the projections before stay in dtype_str
-    )
+    # The first and the last HSTU layer, and the projections before the first, stay in dtype_str.
+    skip_first_last_layer: bool = False
     pad_multiple: int | None = None  # of the rows of FP8 linears; None: FP8_ROW_MULTIPLES, of which it is a multiple
     backend: str = "te"  # of FP8 linears: "te" (Transformer Engine, on a GPU), "emulated" (plain PyTorch, anywhere)
 

@@ -14,7 +14,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 
 # Imports all modules in one process in which the packages of other machines cannot be imported.
 LEAN_IMPORT = """
-import importlib, importlib.abc, runpy, sys
+import importlib, importlib.abc, os, runpy, sys
 
 ABSENT = {"triton", "transformer_engine", "transformer_engine_torch", "hstu", "hstu_attn_2_cuda", "dynamicemb"}
 
@@ -34,7 +34,9 @@ modules, scripts = sys.argv[1].split(","), sys.argv[2].split(",")
 for name in modules:
     importlib.import_module(name)
 for script in filter(None, scripts):
+    sys.path.insert(0, os.path.dirname(script))  # as for a script that is started
     runpy.run_path(script, run_name="not_main")
+    del sys.path[0]
 print(len(modules), len(scripts))
 """
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 from genrec.configs.schema import UserError
+from genrec.training.console import CONSOLE
 from genrec.training.evaluation import Evaluation
 from genrec.training.metrics_log import Line, append_lines, keep_lines, read_lines
 from genrec.training.step import StepResult
 
 LOG = logging.getLogger(__name__)
-CONSOLE = Console(stderr=True)
-LOG_WIDTH = 160  # of a table among log lines
 
 
 class Meter:
@@ -176,31 +171,6 @@ def evaluation_line(step: int, evaluation: Evaluation) -> Line:
     """The "valid" or "test" line of metrics.jsonl."""
     metrics: dict[str, Any] = dict(evaluation.metrics)
     return {"event": evaluation.split, "step": step, "protocol": evaluation.protocol, "metrics": metrics}
-
-
-def setup_logging(*, is_main: bool) -> None:
-    """Log lines to stderr: everything on rank 0, warnings on the others."""
-    root = logging.getLogger("genrec")
-    root.setLevel(logging.INFO if is_main else logging.WARNING)
-    if CONSOLE.is_terminal:  # above the progress bar, not through it
-        handler: logging.Handler = RichHandler(console=CONSOLE, show_path=False, show_level=False)
-    else:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    root.handlers = [handler]
-    root.propagate = False  # libraries put a handler of their own on the root logger
-    # TorchRec calls a function of which torch.fx warns.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-
-
-def show_table(title: str, table: Table) -> None:
-    """Show ``table`` beside the log: on a terminal as it is, else as one log entry."""
-    if CONSOLE.is_terminal:
-        CONSOLE.print(title, table, sep="\n")
-        return
-    text = io.StringIO()
-    Console(file=text, width=LOG_WIDTH).print(table)
-    LOG.info("%s\n%s", title, text.getvalue().rstrip())
 
 
 def _figures(line: Line) -> str:

@@ -15,7 +15,7 @@ from genrec.configs.loading import operative_text
 from genrec.configs.schema import RANKING_METRICS, ExperimentConfig, UserError
 from genrec.data.format import SPLIT_NAMES
 from genrec.model.ranking import RankingModel
-from genrec.training import state
+from genrec.training import same_run, state
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint import CheckpointStore, read_host, resolve_checkpoint, write_atomically
 from genrec.training.datasets import RunData
@@ -81,7 +81,7 @@ class Run(Evaluator):
         self._texts = {
             "config.gin": config.text,
             "operative_config.gin": operative_text(),
-            "config.json": json.dumps(state.config_values(config), indent=1),
+            "config.json": json.dumps(same_run.config_values(config), indent=1),
         }
         seed_everything(trainer.seed + ranks.rank)  # each rank draws its own dropout
 
@@ -111,7 +111,7 @@ class Run(Evaluator):
             return self._restore(newest)
         if trainer.ckpt_load_dir:
             path = resolve_checkpoint(Path(trainer.ckpt_load_dir))
-            same = state.same_optimizers(path, self.config)
+            same = same_run.same_optimizers(path, self.config)
             state.restore_tensors(path, self.model, self.optimizers if same else (), self.average)
             what = "weights and optimizer state" if same else "weights alone, its optimizers being others,"
             LOG.info("starts from the %s of %s", what, path)
@@ -139,9 +139,9 @@ class Run(Evaluator):
             return [self.evaluate(split, protocol) for split in splits for protocol in self.data.protocols]
 
     def _restore(self, path: Path) -> int:
-        state.check_same_run(path, self.config)
+        same_run.check_same_run(path, self.config)
         host = read_host(path, rank=0)
-        state.check_same_data(path, saved=host["data"], current=self.data.identity)
+        same_run.check_same_data(path, saved=host["data"], current=self.data.identity)
         state.restore_tensors(path, self.model, self.optimizers, self.average)
         self.loader.load_state_dict(host["loader"])
         self.meter.values = host["meter"]

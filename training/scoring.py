@@ -11,14 +11,15 @@ from typing import cast
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ConfigError, ExperimentConfig, Task, UserError
 from genrec.training.checkpoint import read_host, require_writable, resolve_checkpoint
+from genrec.training.command_line import add_gin_arguments, run_for_user
+from genrec.training.console import setup_logging
 from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
 from genrec.training.final_report import print_results
 from genrec.training.preflight import require_available
-from genrec.training.report import evaluation_line, setup_logging
+from genrec.training.report import evaluation_line
 from genrec.training.run import Evaluator
 from genrec.training.sharding import Ranks, is_main_process, process_group
 from genrec.training.state import restore_for_evaluation
-from genrec.training.train import add_gin_arguments, run_for_user
 
 
 def main(argv: Sequence[str] | None = None) -> int:

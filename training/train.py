@@ -5,36 +5,26 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
 from genrec.configs.loading import load_experiment
-from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs, UserError
+from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs
+from genrec.training.command_line import add_gin_arguments, run_for_user, script_directory
+from genrec.training.console import setup_logging, show_table
 from genrec.training.final_report import print_results, write_report
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
 from genrec.training.optim import LearningRateSchedule
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
-from genrec.training.report import RunLog, setup_logging, show_table
+from genrec.training.report import RunLog
 from genrec.training.run import Run
-from genrec.training.sharding import (
-    PeerStopped,
-    RankError,
-    check_same_config,
-    check_same_data,
-    is_main_process,
-    process_group,
-    replicate,
-)
-from genrec.training.step import NonFiniteError, TrainStep
+from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group, replicate
+from genrec.training.step import TrainStep
 
 LOG = logging.getLogger(__name__)
-EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_INTERRUPTED = 2, 3, 130
 FINAL_SPLITS = ("valid", "test")
 
 
@@ -53,6 +43,20 @@ def main(task: Task, argv: Sequence[str] | None = None) -> int:
             check(config)
 
     return run_for_user(run, debug=args.debug)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train an HSTU recommender from gin files.")
+    parser.add_argument(
+        "--gin-config-file",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a path, or the name of a shipped preset",
+    )
+    parser.add_argument("--check", action="store_true", help="check the configuration, show what would run, and stop")
+    add_gin_arguments(parser)
+    return parser
 
 
 def train(config: ExperimentConfig) -> list[Line]:
@@ -84,67 +88,12 @@ def train(config: ExperimentConfig) -> list[Line]:
             log.close()
 
 
-def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
-    """Call ``run``; a UserError becomes one sentence on stderr and an exit code, unless ``debug`` wants the traceback.
-
-    What all ranks meet is told by rank 0 alone. Unexpected exceptions keep their traceback.
-    """
-    try:
-        run()
-    except UserError as error:
-        if debug:
-            raise
-        if not isinstance(error, PeerStopped) and (is_main_process() or isinstance(error, RankError)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(1.0)  # torchrun stops all ranks when the first one ends: let the one that speaks be the first
-        return EXIT_NOT_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        if is_main_process():
-            print("interrupted: starting it again continues from the newest checkpoint", file=sys.stderr, flush=True)
-        return EXIT_INTERRUPTED
-    return 0
-
-
 def use_deterministic_algorithms(wanted: bool) -> None:
     """Let PyTorch take deterministic algorithms alone, or any."""
     if wanted:
         # cuBLAS asks for it in the environment, before it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-
-
-def script_directory() -> Path:
-    """The folder of the script that was started, where gin files may lie."""
-    return Path(sys.argv[0]).resolve().parent
-
-
-def add_gin_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every script has."""
-    parser.add_argument(
-        "--gin-bindings",
-        action="append",
-        default=[],
-        metavar="BINDING",
-        help="such as 'TrainerArgs.seed = 1'; wins over files",
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train an HSTU recommender from gin files.")
-    parser.add_argument(
-        "--gin-config-file",
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="a path, or the name of a shipped preset",
-    )
-    parser.add_argument("--check", action="store_true", help="check the configuration, show what would run, and stop")
-    add_gin_arguments(parser)
-    return parser
 
 
 def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:

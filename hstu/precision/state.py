@@ -45,4 +45,5 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def restore(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put a ``snapshot`` of the same model back."""
+    assert tensors.keys() == precision_tensors(model).keys(), "a snapshot of another model"
     load_precision_tensors(model, tensors)

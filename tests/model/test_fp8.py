@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from genrec.configs.schema import BenchmarkDatasetArgs, EmbeddingArgs, FeatureArgs, MixedPrecisionArgs
+from genrec.configs.schema import BenchmarkDatasetArgs, EmbeddingArgs, FeatureArgs
 from genrec.hstu.linear import Linear
 from genrec.hstu.precision import region
 from genrec.hstu.precision.state import precision_tensors, restore, snapshot
@@ -96,7 +96,7 @@ def test_padding_rows_change_no_bit(recipe, scaling, layer_style, make_model, ma
             randomize_vectors(model)
             losses, gradients = loss_and_gradients(model, batches)
             results.append((losses, gradients, list(precision_tensors(model).values())))
-    assert all(gradient.any() for gradient in results[0][1][:1])
+    assert results[0][1][0].any()
     for other in results[1:]:
         assert_same_bits(results[0], other)
 
@@ -160,7 +160,7 @@ def one_token_an_event(recipe, make_config, *, head, during_eval, head_fp8=True)
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_number_of_tokens_trains_and_evaluates(recipe, head, num_tokens, make_config, make_batch) -> None:
-    """Every token keeps its label and its loss: the public attempt cut rows off, and its evaluation was not padded."""
+    """Every token keeps its label and its loss: nothing is cut off to fit, and evaluation is padded too."""
     model = one_token_an_event(recipe, make_config, head=head, during_eval=True)
     lengths = [num_tokens // 3, num_tokens - num_tokens // 3]
     batch = make_batch([1, 2], lengths=lengths, contexts=(), with_actions=False)
@@ -190,7 +190,7 @@ def test_evaluation_is_in_fp8_where_asked_and_only_there(recipe, make_model, mak
 
 
 def test_every_number_of_users_evaluates_after_training(make_model, make_batch) -> None:
-    """A peer's users met this: an evaluation batch of 3 after FP8 training."""
+    """Such as the last batch of an evaluation, of 3 users, whose tokens are no multiple of anything."""
     model = make_model(fp8("delayed", fp8_during_eval=True))
     loss_and_gradients(model, [make_batch([1, 2], lengths=[8, 8])])
     model.eval()
@@ -206,7 +206,7 @@ def linears(model):
 
 @pytest.mark.parametrize("layer_style", ["recsys_examples", "dlrm_v3", "research"])
 def test_every_linear_obeys(layer_style, make_model) -> None:
-    """One of the public attempt's two layer classes ignored the settings."""
+    """In all layer styles, and in no place that was not asked for."""
     network = {"layer_style": layer_style, "num_layers": 3, "item_embedding_dim": 64, "contextual_embedding_dim": 16}
     all_on = linears(make_model(fp8("blockwise", enable_fp8_for_prediction_head=True), network=network))
     assert {name for name, linear in all_on.items() if linear.recipe is None} == {"head.output"}
@@ -245,7 +245,7 @@ def test_precisions_load_each_others_weights(recipe, make_model, make_batch) -> 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_quantized_weight_goes_stale(recipe, make_model, make_batch) -> None:
-    """The public attempt computed with the FP8 weights of step 0 for ever."""
+    """A quantized weight kept from an earlier step would train and look plausible."""
     batch, model = make_batch([1, 2], lengths=[6, 3]), make_model(fp8(recipe))
     seen = []
     for _ in range(3):
@@ -337,17 +337,12 @@ def test_fp8_learns_what_float32_learns(recipe, make_model, make_batch) -> None:
     def train(precision):
         model = make_model(precision)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        for step in range(60):
+        for step in range(30):
             loss = model(batches[step % 2]).loss_per_target.mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     plain, quantized = train({"mixed_precision_dtype": None}), train(fp8(recipe))
-    assert plain < 0.9 and quantized < plain + 0.1
-
-
-def test_settings_are_ignored_without_mixed_precision() -> None:
-    off = MixedPrecisionArgs(linear_recipe="delayed", backend="emulated")
-    assert off.mixed_precision_dtype is None
+    assert plain < 0.1 and quantized < 0.1  # of 1.5 at the start

@@ -67,9 +67,9 @@ VARIANTS = {
         "OptimizerArgs.optimizer_str = 'sgd'",
         "OptimizerArgs.embedding_optimizer_str = 'rowwise_adagrad'",
     ),
-    "delayed scaling": (*DELAYED, "NetworkArgs.dtype_str = 'bfloat16'"),
     "delayed scaling, accumulation, evaluation between": (
         *DELAYED,
+        "NetworkArgs.dtype_str = 'bfloat16'",
         "TrainerArgs.accumulate_steps = 2",
         "TrainerArgs.train_batch_size = 2",
         "TrainerArgs.eval_interval = 5",

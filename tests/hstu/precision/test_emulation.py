@@ -299,7 +299,7 @@ def test_only_wanted_gradients_are_computed(wanted, name) -> None:
 @PRECISIONS
 @DTYPES
 def test_small_gradients_survive(name, precision, dtype) -> None:
-    """Gradients around 1e-6, over three decades. The public attempt cast them unscaled."""
+    """Gradients around 1e-6, over three decades, of which a cast without a scale keeps a tenth."""
     recipe = make_recipe(name, precision)
     state = DelayedState(recipe, "cpu") if recipe.has_state else None
     generator = torch.Generator().manual_seed(1)
@@ -332,21 +332,6 @@ def test_nan_is_passed_on(name) -> None:
     got = run(x, weight, None, dy, recipe=make_recipe(name))
     assert got["y"].isnan().any(1).tolist() == [row == 3 for row in range(20)]
     assert got["dw"].isnan().any(0).tolist() == [column == 4 for column in range(32)]
-
-
-@RECIPES
-def test_a_changed_weight_changes_the_output(name) -> None:
-    recipe = make_recipe(name)
-    x, weight = normal(20, 32, seed=1), normal(48, 32, seed=2).requires_grad_()
-    outputs = []
-    for _ in range(2):
-        with fp8_region() as region:
-            y = emulated_linear(x, weight, None, recipe=recipe, state=make_state(recipe), region=region)
-        y.sum().backward()
-        outputs.append(y.detach())
-        with torch.no_grad():
-            weight.add_(weight.grad, alpha=-0.1)
-    assert not torch.equal(*outputs)
 
 
 def test_delayed_scales_by_pass() -> None:

@@ -46,7 +46,7 @@ def test_every_value_of_the_format_is_kept(fmt) -> None:
 @pytest.mark.parametrize(
     ("fmt", "value", "expected"),
     [
-        # The public attempt cast 465 to NaN: up to 464 e4m3 rounds down to 448, above it has nothing to round to.
+        # torch's own cast makes NaN of 465: up to 464 e4m3 rounds down to 448, above it has nothing to round to.
         (E4M3, 447.0, 448.0),
         (E4M3, 464.0, 448.0),
         (E4M3, 465.0, 448.0),

@@ -102,7 +102,7 @@ def test_without_rows(recipe) -> None:
 
 
 def test_gradients_below_fp8s_range_survive(recipe) -> None:
-    """The public attempt cast gradients without a scale: most became zero."""
+    """Without a scale most become zero."""
     theirs, _ = make_pair(recipe)
     torch.manual_seed(0)
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
@@ -115,16 +115,18 @@ def test_gradients_below_fp8s_range_survive(recipe) -> None:
 
 
 def test_weights_are_never_stale(recipe) -> None:
+    torch.manual_seed(0)
     theirs, ours = make_pair(recipe)
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
     before = [run(linear, x, dy)[0] for linear in (theirs, theirs)][-1]
     with torch.no_grad():
         theirs.weight.mul_(-1)
-    torch.testing.assert_close(run(theirs, x, dy)[0] - theirs.bias, -(before - theirs.bias), rtol=0.02, atol=0.02)
+    # Outputs of up to 8 are rounded to bfloat16, twice, to within 1/64 each.
+    torch.testing.assert_close(run(theirs, x, dy)[0] - theirs.bias, -(before - theirs.bias), rtol=0.02, atol=0.05)
     # As the average of the weights is evaluated: by other data in the same parameter.
     theirs.weight.data = ours.weight.data.clone()
-    torch.testing.assert_close(run(theirs, x, dy)[0], before, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(run(theirs, x, dy)[0], before, rtol=0.02, atol=0.05)
 
 
 def test_parameters_are_ours(recipe) -> None:

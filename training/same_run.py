@@ -1,0 +1,84 @@
+"""Whether a checkpoint is of the run that continues it: the same configuration, optimizers and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from genrec.configs.schema import ExperimentConfig
+from genrec.training.checkpoint import CheckpointError
+
+# Fields that may change between a checkpoint and the run that continues it. None of them changes what a step computes:
+# a longer run needs a constant learning rate (check_same_run), "skip" differs from "stop" only where that would have
+# ended the run, another device computes the same up to rounding and its own random numbers, and evaluation leaves FP8
+# state alone.
+FREE_FIELDS = {
+    "DatasetArgs": ("dataset_path", "num_workers"),
+    "MixedPrecisionArgs": ("fp8_during_eval",),
+    "RankingArgs": ("eval_metrics",),
+    "TrainerArgs": (
+        *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints"),
+        *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
+        *("profile", "profile_step_start", "profile_step_end", "pipeline_type", "nonfinite", "device"),
+    ),
+}
+
+
+def config_values(config: ExperimentConfig) -> dict[str, Any]:
+    """The resolved configuration as JSON values by class, for ``config.json``."""
+    parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
+    arguments = [p for p in parts if dataclasses.is_dataclass(p) and not isinstance(p, type)]
+    values = {type(part).__name__: dataclasses.asdict(part) for part in arguments}
+    plain: dict[str, Any] = json.loads(json.dumps({"task": config.task, **values}))
+    return plain
+
+
+def check_same_run(path: Path, config: ExperimentConfig) -> None:
+    """Raises CheckpointError naming the fields in which ``config`` is another run than the checkpoint's."""
+    saved = _flat(json.loads((path / "config.json").read_text()))
+    current = _flat(config_values(config))
+    free = {f"{name}.{field}" for name, fields in FREE_FIELDS.items() for field in fields}
+    if config.trainer.lr_schedule != "constant":  # the others are laid out over the whole run
+        free.remove("TrainerArgs.max_train_iters")
+    names = sorted((saved.keys() | current.keys()) - free)
+    changes = [
+        f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
+        for name in names
+        if saved.get(name) != current.get(name)
+    ]
+    if changes:
+        raise CheckpointError(
+            f"cannot continue from {path}, which has another configuration ({', '.join(changes)}): choose another "
+            "TrainerArgs.output_dir or undo the change"
+        )
+
+
+def same_optimizers(path: Path, config: ExperimentConfig) -> bool:
+    """Whether the checkpoint's optimizers are those of ``config``, so that their state means the same."""
+    saved = json.loads((path / "config.json").read_text())["OptimizerArgs"]
+    current = dataclasses.asdict(config.optimizer)
+
+    def kinds(values: Mapping[str, Any]) -> tuple[str, str]:
+        return values["optimizer_str"], values["embedding_optimizer_str"] or values["optimizer_str"]
+
+    return kinds(saved) == kinds(current)
+
+
+def check_same_data(path: Path, *, saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError where a checkpoint's dataset (``RunData.identity``) is not the one at hand."""
+    if saved == current:
+        return
+    was, now = saved or {}, current or {}
+    names = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
+    changes = ", ".join(f"{name} was {was.get(name)!r} and is {now.get(name)!r}" for name in names)
+    raise CheckpointError(f"cannot continue from {path}, which was trained on other data ({changes})")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
