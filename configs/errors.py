@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something the user can mend; its text is one sentence saying what, where and what is allowed."""
+    """Something the user can mend; its text is one sentence saying what, where and what is allowed.
+
+    ``told``: whether the user has been told, by this rank or another.
+    """
+
+    told = False
 
 
 class ConfigError(UserError):

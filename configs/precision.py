@@ -26,6 +26,8 @@ ATTENTION_QUANTIZATIONS = ("bf16", "fp8", "1xdim", "128x1", "per-block", "per-he
 DELAYED_FIELDS = ("amax_history_len", "amax_compute_algo", "margin")
 # A tensor's largest number becomes 448 / 2^margin, and e4m3's smallest is 2^-9: much beyond, all of it rounds to zero.
 MAX_MARGIN = 16
+# Far beyond what is of use, and what memory takes.
+MAX_PAD_MULTIPLE, MAX_AMAX_HISTORY_LEN = 2**16, 2**20
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,11 @@ class MixedPrecisionArgs:
         require(self, "enable_fp8_for_prediction_head", not without, "must come with a linear_recipe")
 
     def _check_recipe_options(self) -> None:
-        """Refuse options that the recipe would not read."""
+        """Refuse sizes beyond reason, and options that the recipe would not read."""
+        pads = self.pad_multiple is None or self.pad_multiple <= MAX_PAD_MULTIPLE
+        require(self, "pad_multiple", pads, f"must be at most {MAX_PAD_MULTIPLE}")
+        remembers = self.amax_history_len <= MAX_AMAX_HISTORY_LEN
+        require(self, "amax_history_len", remembers, f"must be at most {MAX_AMAX_HISTORY_LEN}")
         recipe = self.linear_recipe
         defaults = {item.name: item.default for item in fields(self)}
         for name in DELAYED_FIELDS:

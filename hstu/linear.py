@@ -58,7 +58,7 @@ class Linear(nn.Linear):
         if self.recipe is None or not (self.training or self.during_eval):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight.to(x.dtype), bias)
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, self.in_features)
         num_padding = num_pad_rows(rows.shape[0], self.recipe.pad_multiple)
         if num_padding:
             product = self._product(F.pad(rows, (0, 0, 0, num_padding)))[: rows.shape[0]]
@@ -78,10 +78,16 @@ class Linear(nn.Linear):
         return self._delayed_state().state_dict()
 
     def scaling_report(self) -> dict[str, float]:
-        """The amax and scale of each role, for messages: the last amaxes under delayed scaling, else the weight's."""
+        """The amax and scale of each role, for messages: the last amaxes under delayed scaling, else the weight's.
+
+        Scales of the other recipes are made in the cast and not kept; that of "tensorwise" follows from the amax.
+        """
+        assert self.recipe is not None
         tensors = self.fp8_tensors()
         if not tensors:
-            return {"amax.weight": float(self.weight.detach().abs().max())}
+            amax = float(self.weight.detach().abs().max())
+            scale = {"scale.weight": self.recipe.forward_format.max / amax} if amax else {}
+            return {"amax.weight": amax, **(scale if self.recipe.name == "tensorwise" else {})}
         # Before a pass ends, its amax is first in the history; afterwards it is last.
         histories = {role: tensors[f"amax_history.{role}"] for role in ROLES}
         report = {f"amax.{role}": float(torch.maximum(h[0], h[-1])) for role, h in histories.items()}
@@ -109,7 +115,7 @@ class Linear(nn.Linear):
         device = self.weight.device
         if self.state is None or self.state.scale["weight"].device != device:
             state = DelayedState(self.recipe, device)
-            if self.state is not None:
+            if self.state is not None and self.state.scale["weight"].device.type != "meta":
                 state.load_state_dict(self.state.state_dict())
             self.state = state
         return self.state

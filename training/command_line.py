@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genrec.configs.schema import UserError
-from genrec.training.sharding import PeerStopped, RankError, is_main_process
+from genrec.training.sharding import is_main_process, speaks, tell
 from genrec.training.step import NonFiniteError
 
 EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_INTERRUPTED = 2, 3, 130
@@ -25,10 +25,10 @@ def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
     except UserError as error:
         if debug:
             raise
-        if not isinstance(error, PeerStopped) and (is_main_process() or isinstance(error, RankError)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(1.0)  # torchrun stops all ranks when the first one ends: let the one that speaks be the first
+        if not error.told and speaks(error):
+            tell(error)
+        elif not error.told:  # met before the ranks had joined: torchrun stops all of them when the first one ends
+            time.sleep(1.0)
         return EXIT_NOT_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if debug:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ class Meter:
 
     def reset(self) -> None:
         """Start a new line."""
-        self.values: dict[str, float] = {"loss_sum": 0.0, "num_targets": 0}
+        self.values: dict[str, float] = {"loss_sum": 0.0, "num_targets": 0, "num_skipped": 0}
         self._seconds, self._tokens, self._users = 0.0, 0, 0
         self.resume()
 
@@ -46,16 +47,23 @@ class Meter:
         if result.finite:
             self.values["loss_sum"] += result.loss_sum
             self.values["num_targets"] += result.num_targets
+        else:
+            self.values["num_skipped"] = self.values.get("num_skipped", 0) + 1
         self._tokens += result.num_tokens
         self._users += result.num_users
 
     def line(self, step: int, learning_rate: float) -> Line:
-        """The "train" line of metrics.jsonl; the loss is the mean over targets, 0 where there were none."""
+        """The "train" line of metrics.jsonl; the loss is the mean over targets.
+
+        It is 0 where there were none, and NaN where all that there were are of steps left out.
+        """
+        num_targets = self.values["num_targets"]
+        loss = self.values["loss_sum"] / max(num_targets, 1)
         seconds = max(self._seconds + time.perf_counter() - self._started, 1e-9)
         return {
             "event": "train",
             "step": step,
-            "loss": self.values["loss_sum"] / max(self.values["num_targets"], 1),
+            "loss": math.nan if num_targets == 0 and self.values.get("num_skipped") else loss,
             "learning_rate": learning_rate,
             "tokens_per_s": self._tokens / seconds,
             "users_per_s": self._users / seconds,

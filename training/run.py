@@ -24,6 +24,7 @@ from genrec.training.metrics import RankingMetrics
 from genrec.training.optim import build_optimizers
 from genrec.training.report import Meter
 from genrec.training.sharding import Ranks
+from genrec.training.step import NonFiniteError
 
 LOG = logging.getLogger(__name__)
 
@@ -128,6 +129,12 @@ class Run(Evaluator):
             "random": state.random_state(),
         }
         tensors = state.collect_tensors(self.model, self.optimizers, self.average)
+        unsound = state.first_not_finite(self.model)
+        if unsound is not None:
+            raise NonFiniteError(
+                f"{unsound} is not finite after step {step}, which is not saved: a smaller "
+                "OptimizerArgs.learning_rate may keep it so"
+            )
         path = self.store.save(step, tensors=tensors, host=host, texts=self._texts)
         LOG.info("saved %s", path)
 

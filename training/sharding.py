@@ -9,6 +9,8 @@ import contextlib
 import datetime
 import gc
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -23,6 +25,7 @@ from genrec.configs.schema import ConfigError, UnavailableError, UserError
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+TELLING_TIMEOUT = datetime.timedelta(seconds=20)
 
 
 class PeerStopped(UserError):
@@ -124,10 +127,47 @@ def process_group(device: str) -> Iterator[Ranks]:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=chosen)
+    except BaseException as error:
+        if joins:
+            _tell_in_order(error)
+            _let_go_of_frames(error)
+        raise
     finally:
         if joins:
             gc.collect()  # a DDP module holds the group: freed after its end, it may wait for the other ranks for ever
             dist.destroy_process_group()
+
+
+def tell(error: UserError) -> None:
+    """Print ``error`` as one sentence."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    error.told = True
+
+
+def speaks(error: UserError) -> bool:
+    """Whether this rank is the one that tells ``error``: what all ranks meet is told by rank 0 alone."""
+    return not isinstance(error, PeerStopped) and (is_main_process() or isinstance(error, RankError))
+
+
+def _tell_in_order(error: BaseException) -> None:
+    """Let the rank that speaks do so before any other ends: torchrun stops all ranks when the first one ends."""
+    if not isinstance(error, UserError):
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if speaks(error):
+        tell(error)
+        store.set("genrec_error_told", "")
+        return
+    with contextlib.suppress(RuntimeError):  # nobody told it in time, or the store's rank has ended
+        store.wait(["genrec_error_told"], TELLING_TIMEOUT)
+        error.told = True
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, a DDP module among it, where an ended group would be waited for."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def choose_device(name: str) -> torch.device:

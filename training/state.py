@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from genrec.configs.schema import MixedPrecisionArgs
+from genrec.hstu.linear import Linear
+from genrec.hstu.precision.recipes import linear_recipe
 from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint import CheckpointError, read_tensors
@@ -98,14 +102,44 @@ def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) 
     model.load_state_dict(dict(saved))
 
 
+def first_not_finite(model: nn.Module) -> str | None:
+    """The first weight that is not finite, by name."""
+    weights = dict(model.named_parameters())
+    amaxes = torch._foreach_norm([weight.detach() for weight in weights.values()], float("inf"))
+    finite = torch.stack([amax.float() for amax in amaxes]).isfinite().tolist()
+    return next((name for name, sound in zip(weights, finite, strict=True) if not sound), None)
+
+
 def _restore_precision(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     own = precision_tensors(model)
+    saved = _rescaled(path, model, saved)
     fitting = {name: value for name, value in saved.items() if name in own and value.shape == own[name].shape}
     if len(fitting) < len(saved):
         LOG.info("ignored %d of %d tensors of FP8 state in %s", len(saved) - len(fitting), len(saved), path)
     if len(fitting) < len(own):
-        LOG.info("delayed scaling starts anew in %d of %d tensors of FP8 state", len(own) - len(fitting), len(own))
+        LOG.warning("delayed scaling starts anew in %d of %d tensors of FP8 state", len(own) - len(fitting), len(own))
     load_precision_tensors(model, fitting)
+
+
+def _rescaled(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Saved scales for the formats and the margin of ``model``, where the checkpoint's run had others."""
+    recipes = [m.recipe for m in model.modules() if isinstance(m, Linear) and m.recipe is not None]
+    if not saved or not recipes:
+        return saved
+    values = json.loads((path / "config.json").read_text())["MixedPrecisionArgs"]
+    before, now = linear_recipe(MixedPrecisionArgs(**values)), recipes[0]
+    if before is None:
+        return saved
+    margin = 2.0 ** (before.margin - now.margin)
+    factors = {
+        ".scale.input": margin,
+        ".scale.weight": margin,
+        ".scale.grad_output": margin * now.backward_format.max / before.backward_format.max,
+    }
+    return {
+        name: value * next((factor for role, factor in factors.items() if name.endswith(role)), 1.0)
+        for name, value in saved.items()
+    }
 
 
 def _restore_optimizers(

@@ -147,6 +147,9 @@ def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
     log.close()
     results = recorded()
     if run.ranks.is_main:
+        num_skipped = sum(line["event"] == "skipped" for line in log.lines())
+        if num_skipped:
+            LOG.warning("%d of %d steps were left out: a loss or a gradient was not finite", num_skipped, step)
         reports = write_report(
             log.lines(),
             results,

@@ -66,6 +66,11 @@ REFUSED = {
         "MixedPrecisionArgs.margin = 1 must stay 0 with linear_recipe = 'mxfp8', since only 'delayed' reads it"),
     "rows": (["MixedPrecisionArgs.pad_multiple = 24"],
         "MixedPrecisionArgs.pad_multiple = 24 must be None or a multiple of 16, which 'tensorwise' needs"),
+    "rows beyond reason": (["MixedPrecisionArgs.pad_multiple = 160000000"],
+        "MixedPrecisionArgs.pad_multiple = 160000000 must be at most 65536"),
+    "history beyond memory": (
+        ["MixedPrecisionArgs.linear_recipe = 'delayed'", "MixedPrecisionArgs.amax_history_len = 1000000000000"],
+        "MixedPrecisionArgs.amax_history_len = 1000000000000 must be at most 1048576"),
     "rows for blocks of 32": (["MixedPrecisionArgs.pad_multiple = 16", "MixedPrecisionArgs.linear_recipe = 'mxfp8'"],
         "MixedPrecisionArgs.pad_multiple = 16 must be None or a multiple of 32, which 'mxfp8' needs"),
     "head without linears": (["MixedPrecisionArgs.linear_recipe = None",

@@ -59,13 +59,16 @@ def _stop_session(session: int) -> None:
 
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """``on_ranks(2, [("train", [...]), ("evaluate", [...])])`` runs the commands under torchrun; a hang fails."""
+    """``on_ranks(2, [("train", [...]), ("evaluate", [...])])`` runs the commands under torchrun; a hang fails.
+
+    ``setup`` is Python code that every rank runs before them.
+    """
 
     def run(
-        num_ranks: int, commands: Sequence[tuple[str, Sequence[str]]], *, timeout_s: float = 120
+        num_ranks: int, commands: Sequence[tuple[str, Sequence[str]]], *, timeout_s: float = 120, setup: str = ""
     ) -> subprocess.CompletedProcess[str]:
         driver = tmp_path / "driver.py"
-        driver.write_text(DRIVER)
+        driver.write_text(DRIVER.replace("commands = json", f"{setup}\ncommands = json", 1))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
         return run_and_stop([*torchrun, str(driver), json.dumps(commands)], timeout_s=timeout_s)
 

@@ -44,6 +44,36 @@ def test_loss_gone_nan_stops_both(tmp_path, arguments, on_ranks, nonfinite):
     assert ("the first value that is not finite on rank" in own_lines(finished.stderr)[0]) == (nonfinite == "locate")
 
 
+SLOW_RANK_0 = """
+import gc, time
+from torch.nn.parallel import DistributedDataParallel
+from genrec.training import report
+
+close, destroy = report.RunLog.close, torch.distributed.destroy_process_group
+
+def close_slowly(self):
+    close(self)
+    time.sleep(3.0 if os.environ["RANK"] == "0" else 0.0)
+
+def destroy_and_count():
+    count = sum(isinstance(x, DistributedDataParallel) for x in gc.get_objects())
+    print(f"replicas alive: {count}", file=sys.stderr, flush=True)
+    destroy()
+
+report.RunLog.close, torch.distributed.destroy_process_group = close_slowly, destroy_and_count
+"""
+
+
+def test_rank_0_tells_before_another_ends(tmp_path, arguments, on_ranks):
+    """However slow it is: torchrun stops it when another ends. And no replica outlives its group, which may hang."""
+    bindings = ("OptimizerArgs.optimizer_str = 'sgd'", "OptimizerArgs.learning_rate = 1e30")
+    command = ("train", arguments(tmp_path / "run", *bindings))
+    finished = on_ranks(2, [command], timeout_s=60, setup=SLOW_RANK_0)
+    assert finished.returncode != 0
+    assert len(own_lines(finished.stderr)) == 1, finished.stderr
+    assert "replicas alive: 0" in finished.stderr and "replicas alive: 1" not in finished.stderr
+
+
 def test_damaged_row_on_rank_1_stops_both(tmp_path, arguments, on_ranks, write_tiny_dataset):
     data = write_tiny_dataset(tmp_path / "bad", train_lengths=(5, 5, 5, 5))
     path = data / "train" / "00000.parquet"

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from genrec.hstu.precision.state import precision_tensors
+from genrec.model.ranking import RankingModel
 from genrec.training.checkpoint import newest_checkpoint
+from genrec.training.datasets import read_run_metadata
 from genrec.training.evaluation import undisturbed
 from genrec.training.metrics_log import read_lines
 from genrec.training.scoring import load_checkpoint_config, score
+from genrec.training.state import restore_tensors
 from genrec.training.step import NonFiniteError
 from genrec.training.train import train
 
@@ -177,6 +180,35 @@ def test_precisions_load_each_others_checkpoints(tmp_path, tiny_config, last_ten
     if other == "delayed":  # the history has moved on by one step
         name = "precision.encoder.block.layers.0.uvqk.amax_history.weight"
         assert int((after[name] > 0).sum()) == (3 if first == "delayed" else 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "factors"),
+    [
+        ("MixedPrecisionArgs.linear_scaling_precision = 'e4m3'", {"input": 1.0, "grad_output": 448 / 57344}),
+        ("MixedPrecisionArgs.margin = 3", {"input": 1 / 8, "grad_output": 1 / 8}),
+    ],
+)
+def test_scales_are_loaded_for_the_format_and_margin_at_hand(tmp_path, tiny_config, last_tensors, other, factors):
+    """A scale for e5m2 would take e4m3 128 times beyond its range."""
+    train(tiny_config(tmp_path, *DELAYED))
+    config = tiny_config(tmp_path / "other", *DELAYED, other)
+    model = RankingModel(config, metadata=read_run_metadata(config))
+    restore_tensors(newest_checkpoint(tmp_path / "checkpoints"), model, (), None)
+    saved, loaded = last_tensors(tmp_path), precision_tensors(model)
+    for role, factor in factors.items():
+        name = f"encoder.block.layers.1.uvqk.scale.{role}"
+        torch.testing.assert_close(loaded[name], saved[f"precision.{name}"] * factor)
+        history = name.replace("scale", "amax_history")
+        assert torch.equal(loaded[history], saved[f"precision.{history}"])
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, tiny_config):
+    """The last step can make them, after its loss and gradients were found finite."""
+    bindings = ("OptimizerArgs.optimizer_str = 'sgd'", "OptimizerArgs.learning_rate = 1e39")
+    with pytest.raises(NonFiniteError, match=r"weight is not finite after step 1, which is not saved"):
+        train(tiny_config(tmp_path, *bindings, "TrainerArgs.max_train_iters = 1"))
+    assert newest_checkpoint(tmp_path / "checkpoints") is None
 
 
 def test_history_of_another_length_starts_anew(tmp_path, tiny_config, caplog):

@@ -138,7 +138,7 @@ def test_run_leaves_its_outputs(tmp_path, tiny_config, capsys):
     assert str(tmp_path / "run" / "report.html") in out
 
 
-def test_skipped_steps_are_counted_in_the_log(tmp_path, tiny_config, monkeypatch):
+def test_skipped_steps_are_counted_in_the_log(tmp_path, tiny_config, monkeypatch, caplog):
     original = TrainStep._backward_one
 
     def backward_one(self, batch, scale):
@@ -152,6 +152,15 @@ def test_skipped_steps_are_counted_in_the_log(tmp_path, tiny_config, monkeypatch
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [n["step"] for n in lines if n["event"] == "skipped"] == [2]
     assert all(math.isfinite(n["loss"]) for n in lines if n["event"] == "train")
+    assert "1 of 6 steps were left out: a loss or a gradient was not finite" in caplog.messages
+
+
+def test_line_of_skipped_steps_alone_has_no_loss(tmp_path, tiny_config):
+    """Not 0, which would be a perfect one."""
+    bindings = ("TrainerArgs.nonfinite = 'skip'", "TrainerArgs.max_train_iters = 3")
+    train(tiny_config(tmp_path / "run", *bindings, "OptimizerArgs.learning_rate = 1e30"))
+    losses = [n["loss"] for n in read_lines(tmp_path / "run" / "metrics.jsonl") if n["event"] == "train"]
+    assert losses[0] > 0 and losses[1:] == [None, None]
 
 
 def test_profile_writes_a_chrome_trace(tmp_path, tiny_config):
