@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -119,6 +121,11 @@ class Linear(nn.Linear):
                 state.load_state_dict(self.state.state_dict())
             self.state = state
         return self.state
+
+
+def is_fp8(module: nn.Module) -> TypeGuard[Linear]:
+    """Whether ``module`` is a linear that runs in FP8."""
+    return isinstance(module, Linear) and module.recipe is not None
 
 
 def make_linear(

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from genrec.data.batch import Batch
-from genrec.hstu.linear import Linear
+from genrec.hstu.linear import is_fp8
 from genrec.training.sharding import Ranks
 
 
@@ -161,7 +161,7 @@ class _Watch:
             because = f", whose {unsound[0]} is not finite either" if unsound else ""
             what = "the loss of {}" if module is self.model else "the output of {}"
             self._find(what + because, call)
-        elif unsound and _is_fp8(module):
+        elif unsound and is_fp8(module):
             self._find(f"the {unsound[0]} of {{}}, which the cast to FP8 clamps,", call)  # so the output looks sound
         for tensor in _float_tensors((args, kwargs)):
             self._watch_gradient(tensor, lambda places: places.inputs_of.append(call))
@@ -200,12 +200,8 @@ class _Watch:
 
     def _find(self, what: str, call: _Call) -> None:
         if self.found is None:
-            scaling = call.module.scaling_report() if _is_fp8(call.module) else {}
+            scaling = call.module.scaling_report() if is_fp8(call.module) else {}
             self.found = Finding(what, call.name, call.amax, call.gradient_amax, scaling)
-
-
-def _is_fp8(module: nn.Module) -> TypeGuard[Linear]:
-    return isinstance(module, Linear) and module.recipe is not None
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:

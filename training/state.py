@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from genrec.configs.schema import MixedPrecisionArgs
-from genrec.hstu.linear import Linear
+from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.recipes import linear_recipe
 from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
 from genrec.training.average import WeightAverage
@@ -123,11 +123,11 @@ def _restore_precision(path: Path, model: nn.Module, saved: Mapping[str, Tensor]
 
 def _rescaled(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Saved scales for the formats and the margin of ``model``, where the checkpoint's run had others."""
-    recipes = [m.recipe for m in model.modules() if isinstance(m, Linear) and m.recipe is not None]
-    if not saved or not recipes:
+    now = next((module.recipe for module in model.modules() if is_fp8(module)), None)
+    if not saved or now is None:
         return saved
     values = json.loads((path / "config.json").read_text())["MixedPrecisionArgs"]
-    before, now = linear_recipe(MixedPrecisionArgs(**values)), recipes[0]
+    before = linear_recipe(MixedPrecisionArgs(**values))
     if before is None:
         return saved
     margin = 2.0 ** (before.margin - now.margin)

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from genrec.configs.schema import TrainerArgs, UserError
 from genrec.data.batch import Batch
-from genrec.hstu.linear import Linear
+from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.region import FINITE_WATCH
-from genrec.hstu.precision.state import restore, snapshot
+from genrec.hstu.precision.state import precision_tensors, restore, snapshot
 from genrec.training.average import WeightAverage
 from genrec.training.locate import locate
 from genrec.training.sharding import Attempt, Ranks, loss_scale, no_gradient_sync, unwrap
@@ -54,12 +54,12 @@ class StepStart:
     random: tuple[Tensor, ...]
 
     @staticmethod
-    def of(model: nn.Module, *, device: torch.device, with_random: bool) -> StepStart:
-        """The present state."""
+    def of(model: nn.Module, *, device: torch.device, with_precision: bool, with_random: bool) -> StepStart:
+        """The present state. with_precision: whether there is a state of delayed scaling, which takes a search."""
         random = [torch.get_rng_state()] if with_random else []
         if with_random and device.type == "cuda":
             random.append(torch.cuda.get_rng_state(device))
-        return StepStart(precision=snapshot(model), random=tuple(random))
+        return StepStart(precision=snapshot(model) if with_precision else {}, random=tuple(random))
 
     def put_back(self, model: nn.Module) -> None:
         """Undo what a forward and backward did to the state of delayed scaling."""
@@ -99,8 +99,8 @@ class TrainStep:
         self.set_learning_rates = set_learning_rates
         self._bare = unwrap(model)
         self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
-        fp8_linears = [m for m in self._bare.modules() if isinstance(m, Linear) and m.recipe is not None]
-        self._fp8_weights = [linear.weight for linear in fp8_linears]
+        self._fp8_weights = [module.weight for module in self._bare.modules() if is_fp8(module)]
+        self._has_fp8_state = bool(precision_tensors(self._bare))
 
     def __call__(self, batches: Sequence[Batch], *, step: int) -> StepResult:
         """Train on ``batches`` as optimizer step ``step`` (1, 2, ...)."""
@@ -130,7 +130,9 @@ class TrainStep:
         """The sum of losses over ranks, and whether all was finite and the weights have changed."""
         FINITE_WATCH.take(self.ranks.device)  # what forwards outside of steps left there
         replays = self.trainer.nonfinite == "locate"
-        start = StepStart.of(self._bare, device=self.ranks.device, with_random=replays)
+        start = StepStart.of(
+            self._bare, device=self.ranks.device, with_precision=self._has_fp8_state, with_random=replays
+        )
         loss_sum, finite = self._agree(self._backward(batches, num_targets), self._clip())
         if finite:
             self._update(step)
