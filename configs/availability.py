@@ -15,7 +15,10 @@ from genrec.configs.schema import (
     DynamicEmbeddingArgs,
     ExperimentConfig,
     UnavailableError,
+    find_cutlass_module,
 )
+
+MAX_HEAD_DIM = 256  # of the Triton kernels
 
 
 def check_available(config: ExperimentConfig) -> None:
@@ -36,14 +39,39 @@ def _missing_of_run(config: ExperimentConfig) -> Iterator[str]:
 def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:
     network = config.network
     if config.mixed_precision.has_fp8_attention:
-        mode = config.mixed_precision.hstu_attn_quantization_mode
-        yield f"MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r} (FP8 attention), 'bf16' is"
+        yield from _missing_of_fp8_attention(config)
     if network.kernel_backend == "cutlass":
-        yield f"NetworkArgs.kernel_backend = {network.kernel_backend!r}, 'auto', 'triton' and 'pytorch' are"
+        yield from _missing_of_cutlass(config)
     if network.dtype_str == "float16":
         yield "NetworkArgs.dtype_str = 'float16', whose gradients need loss scaling, 'bfloat16' and 'float32' are"
     if network.embedding_backend is not None:
         yield f"NetworkArgs.embedding_backend = {network.embedding_backend!r}, an inference option, None is"
+
+
+def _missing_of_fp8_attention(config: ExperimentConfig) -> Iterator[str]:
+    network, precision = config.network, config.mixed_precision
+    asked = f"MixedPrecisionArgs.hstu_attn_quantization_mode = {precision.hstu_attn_quantization_mode!r}"
+    kind = network.relative_bias
+    if kind in ("table", "smooth") or (kind == "auto" and network.layer_style == "research"):
+        named = f"NetworkArgs.relative_bias = {kind!r}" if kind != "auto" else "NetworkArgs.layer_style = 'research'"
+        yield f"{asked} with a relative bias ({named}), 'bf16' and NetworkArgs.relative_bias = 'none' are"
+    if precision.backend == "emulated" and network.kernel_backend == "triton":
+        emulated = f"{asked} with NetworkArgs.kernel_backend = 'triton' and MixedPrecisionArgs.backend = 'emulated'"
+        yield f"{emulated}, which is PyTorch, 'auto' and 'pytorch' are"
+    runs_in_triton = precision.backend == "te" and network.kernel_backend != "pytorch"
+    if runs_in_triton and network.kv_channels > MAX_HEAD_DIM:
+        wide = f"NetworkArgs.kv_channels = {network.kv_channels} with {asked}, at most {MAX_HEAD_DIM} is"
+        yield f"{wide}, and any with MixedPrecisionArgs.backend = 'emulated'"
+
+
+def _missing_of_cutlass(config: ExperimentConfig) -> Iterator[str]:
+    if find_cutlass_module() is None:
+        needs = "FBGEMM's HSTU attention (package fbgemm-gpu-hstu), which is not installed"
+        yield f"NetworkArgs.kernel_backend = 'cutlass', which needs {needs}, 'auto', 'triton' and 'pytorch' are"
+    if config.mixed_precision.has_fp8_attention:
+        mode = config.mixed_precision.hstu_attn_quantization_mode
+        asked = f"MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r}"
+        yield f"NetworkArgs.kernel_backend = 'cutlass' with {asked}, 'auto', 'triton' and 'pytorch' are"
 
 
 def _missing_of_data(config: ExperimentConfig) -> Iterator[str]:

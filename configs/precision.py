@@ -56,7 +56,8 @@ class MixedPrecisionArgs:
     # The first and the last HSTU layer, and the projections before the first, stay in dtype_str.
     skip_first_last_layer: bool = False
     pad_multiple: int | None = None  # of the rows of FP8 linears; None: FP8_ROW_MULTIPLES, of which it is a multiple
-    backend: str = "te"  # of FP8 linears: "te" (Transformer Engine, on a GPU), "emulated" (plain PyTorch, anywhere)
+    # "te": linears by Transformer Engine, attention by Triton, on a GPU; "emulated": both in plain PyTorch, anywhere.
+    backend: str = "te"
 
     def __post_init__(self) -> None:
         convert_fields(self)

@@ -30,6 +30,7 @@ from genrec.configs.checks import (
 from genrec.configs.errors import ConfigError as ConfigError
 from genrec.configs.errors import UnavailableError as UnavailableError
 from genrec.configs.errors import UserError as UserError
+from genrec.configs.packages import find_cutlass_module as find_cutlass_module
 from genrec.configs.precision import ATTENTION_QUANTIZATIONS as ATTENTION_QUANTIZATIONS
 from genrec.configs.precision import FP8_DIM_MULTIPLES as FP8_DIM_MULTIPLES
 from genrec.configs.precision import FP8_ROW_MULTIPLES as FP8_ROW_MULTIPLES
@@ -83,6 +84,7 @@ class TrainerArgs:
     nonfinite: str = "stop"  # "stop", "skip", "locate"
     deterministic: bool = False
     device: str = "auto"  # "auto", "cpu", "cuda"
+    attention_tiles: str = ""  # a file that benchmarks/attention_tiles.py wrote on such a GPU; "": the built-in tiles
     ema_decay: float | None = None  # evaluate an exponential moving average of the weights
 
     def __post_init__(self) -> None:
@@ -468,7 +470,7 @@ class ExperimentConfig:
     """One run's whole configuration, checked across classes.
 
     text: the gin config as parsed. digest: a hash of the resolved values, the same in every process that resolved the
-    same; where a run keeps its files (:data:`combinations.DIGEST_IGNORES`) and ``text`` do not count.
+    same; where a run keeps its files, its tiles (:data:`combinations.DIGEST_IGNORES`) and ``text`` do not count.
     """
 
     task: Task

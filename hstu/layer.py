@@ -85,6 +85,7 @@ class HSTULayer(nn.Module):
     Start values, of every style and at every parallel size: W1 (one matrix u | v | q | k) and W2 Xavier-uniform over
     their whole shape, biases 0, the q and k part of b1 ``qk_bias_init``, relative biases normal with deviation 0.02.
     why_not: why this layer runs in the network's dtype where ``precision`` has others in FP8; "" where it doesn't.
+    quantization, attention_backend: of its attention where that is in FP8, quantizes_in_eval: in evaluation mode too.
     """
 
     def __init__(
@@ -98,10 +99,15 @@ class HSTULayer(nn.Module):
         super().__init__()
         self.network = network
         self.style = LAYER_STYLES[network.layer_style]
-        self.why_not = why_not
-        quantizes = precision is not None and precision.mixed_precision_dtype is not None and not why_not
-        self.quantization = precision.hstu_attn_quantization_mode if precision is not None and quantizes else "bf16"
-        check_available(network.kernel_backend, self.quantization)
+        self.quantization, self.attention_backend, self.quantizes_in_eval = "bf16", network.kernel_backend, False
+        asked = precision is not None and precision.has_fp8_attention
+        self.attention_why_not = why_not if asked else ""
+        if precision is not None and asked and not why_not:
+            self.quantization = precision.hstu_attn_quantization_mode
+            self.attention_backend = fp8_attention_backend(network, precision)
+            self.quantizes_in_eval = precision.fp8_during_eval
+        kind = relative_bias_kind(network)
+        check_available(network.kernel_backend, self.quantization, has_bias=kind != "none")
         self.scaling_seqlen = max_seqlen_tokens if network.scaling_seqlen == -1 else network.scaling_seqlen
         self.alpha = network.attn_alpha
         if self.alpha is None:
@@ -123,7 +129,6 @@ class HSTULayer(nn.Module):
         self.output = make_linear(
             gate_width, network.hidden_size, bias=self.style.output_bias, precision=precision, why_not=why_not
         )
-        kind = relative_bias_kind(network)
         self.relative_bias = None if kind == "none" else RELATIVE_BIASES[kind](max_seqlen_tokens=max_seqlen_tokens)
         self.reset_own_parameters()
 
@@ -165,6 +170,7 @@ class HSTULayer(nn.Module):
     def _attend(self, sequence: JaggedSequence, *, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(T + P, H * d)."""
         heads = (-1, self.network.num_attention_heads, self.network.kv_channels)
+        is_fp8 = self.quantization != "bf16" and (self.training or self.quantizes_in_eval)
         attended = hstu_attention(
             q.view(heads),
             k.view(heads),
@@ -180,8 +186,8 @@ class HSTULayer(nn.Module):
             contextual_mask=self.network.contextual_mask,
             max_attn_len=self.network.max_attn_len,
             bias=self._relative_bias(sequence),
-            backend=self.network.kernel_backend,
-            quantization=self.quantization,
+            backend=self.attention_backend if is_fp8 else self.network.kernel_backend,
+            quantization=self.quantization if is_fp8 else "bf16",
         )
         return attended.flatten(1)
 
@@ -197,6 +203,11 @@ class HSTULayer(nn.Module):
         """The input of the output projection: (T, H * d), or (T, 3 * H * d) where the parts are concatenated."""
         gated = u * self.output_norm(attended)
         return torch.cat([u, attended, gated], dim=1) if self.style.concatenates else gated
+
+
+def fp8_attention_backend(network: NetworkArgs, precision: MixedPrecisionArgs) -> str:
+    """The backend of attention in FP8: "pytorch" emulates it, which is what ``precision.backend`` may ask for."""
+    return "pytorch" if precision.backend == "emulated" else network.kernel_backend
 
 
 def relative_bias_kind(network: NetworkArgs) -> str:

@@ -18,7 +18,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are defined, so before genrec is imported
 
+from genrec.configs import availability
 from genrec.data.format import DatasetMetadata, ItemFeature
+from genrec.hstu.attention import interface
 
 NUM_ITEMS, NUM_ACTIONS, NUM_AGES, HOLDOUT = 20, 5, 4, 3
 # Training events of each user; with max_history_seqlen = 8: one event, fewer, exactly as many, more, many more.
@@ -76,6 +78,13 @@ def _split_table(split: str, train_lengths: Sequence[int], item_shift: int) -> p
             "num_events": pa.array(lengths, pa.int64()),
         }
     )
+
+
+@pytest.fixture
+def no_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM's HSTU attention is not installed, whatever this machine has."""
+    for module in (availability, interface):
+        monkeypatch.setattr(module, "find_cutlass_module", lambda: None)
 
 
 @pytest.fixture(scope="session")

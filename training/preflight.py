@@ -14,8 +14,9 @@ from torch import nn
 from genrec.configs.availability import check_available
 from genrec.configs.loading import describe
 from genrec.configs.schema import ExperimentConfig
+from genrec.hstu.attention import tuning
 from genrec.hstu.attention.interface import check_device
-from genrec.hstu.precision.capability import check_linear_available
+from genrec.hstu.precision.capability import check_attention_available, check_linear_available
 from genrec.hstu.preprocessor import DTYPES
 from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
@@ -55,13 +56,19 @@ def check(config: ExperimentConfig) -> None:
 
 
 def require_available(config: ExperimentConfig) -> None:
-    """Raise UnavailableError for what this version, or the device that the run would use, lacks."""
+    """Raise UnavailableError for what this version, or the device that the run would use, lacks.
+
+    Takes the attention tiles of the file that ``TrainerArgs.attention_tiles`` names; UserError where it doesn't fit.
+    """
     check_available(config)
     device = choose_device(config.trainer.device)
     # Asked of this rank's own GPU, which is not the current one before the process group is joined.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         check_linear_available(config.mixed_precision, device.type)
+        check_attention_available(config.mixed_precision, config.network, device.type)
     check_device(config.network.kernel_backend, device.type)
+    if config.trainer.attention_tiles:
+        tuning.load(Path(config.trainer.attention_tiles))
 
 
 def check_places(config: ExperimentConfig) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from genrec.configs.schema import ATTENTION_QUANTIZATIONS, KERNEL_BACKENDS, UnavailableError
+from genrec.configs.schema import ATTENTION_QUANTIZATIONS, KERNEL_BACKENDS, UnavailableError, find_cutlass_module
 from genrec.hstu.attention.bias import RelativeBias
 from genrec.hstu.attention.blocked import blocked_attention
+from genrec.hstu.attention.cutlass import NOT_INSTALLED, cutlass_attention
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.operators import triton_attention, why_not
 
-AVAILABLE_BACKENDS = ("pytorch", "triton")
-AVAILABLE_QUANTIZATIONS = ("bf16",)
+AVAILABLE_BACKENDS = ("pytorch", "triton", "cutlass")
 
 _ATTENTION = {"pytorch": blocked_attention, "triton": triton_attention}
 
@@ -48,11 +49,11 @@ def hstu_attention(
     user b owns rows [offsets[b], offsets[b + 1]); rows beyond offsets[-1] come out zero, with zero gradients.
     max_seqlen: the longest user's tokens, on the host; scaling_seqlen: N. alpha: None is 1 / sqrt(d_qk). num_contexts,
     num_targets: (B,) tokens at each user's start and end, None for none; :mod:`genrec.hstu.attention.mask` says who
-    sees whom.
+    sees whom. quantization: ``hstu_attn_quantization_mode``; :mod:`genrec.hstu.attention.quantization` has the modes.
 
     Raises UnavailableError for a backend or quantization that isn't there, ValueError for arguments that can't be.
     """
-    check_available(backend, quantization)
+    check_available(backend, quantization, has_bias=bias is not None)
     _check_shapes(q, k, v, offsets, num_contexts, num_targets, scaling_seqlen, max_seqlen)
     rules = MaskRules(
         causal=causal,
@@ -60,7 +61,12 @@ def hstu_attention(
         max_attn_len=max_attn_len,
         target_group_size=target_group_size,
     )
-    attention = _ATTENTION[_choose(backend, q, k, v)]
+    chosen = _choose(backend, q, k, v, quantization)
+    attention: Callable[..., Tensor] = (
+        functools.partial(cutlass_attention, max_seqlen=max_seqlen)
+        if chosen == "cutlass"
+        else functools.partial(_ATTENTION[chosen], quantization=quantization)
+    )
     return attention(
         q,
         k,
@@ -75,19 +81,34 @@ def hstu_attention(
     )
 
 
-def check_available(backend: str, quantization: str = "bf16") -> None:
-    """Raise UnavailableError unless this version serves both, ValueError for names that it doesn't know."""
+def check_available(backend: str, quantization: str = "bf16", *, has_bias: bool = False) -> None:
+    """Raise UnavailableError unless this version serves all together, ValueError for names that it doesn't know."""
     _check_name("kernel_backend", backend, known=KERNEL_BACKENDS, available=("auto", *AVAILABLE_BACKENDS))
-    _check_name(
-        "hstu_attn_quantization_mode", quantization, known=ATTENTION_QUANTIZATIONS, available=AVAILABLE_QUANTIZATIONS
-    )
+    modes = ATTENTION_QUANTIZATIONS
+    _check_name("hstu_attn_quantization_mode", quantization, known=modes, available=modes)
+    if has_bias and quantization != "bf16":
+        raise UnavailableError(
+            f"hstu_attn_quantization_mode {quantization!r} does not go with a relative bias on the scores: 'bf16' does"
+        )
+    if backend == "cutlass":
+        _check_cutlass(quantization)
+
+
+def _check_cutlass(quantization: str) -> None:
+    if find_cutlass_module() is None:
+        raise UnavailableError(f"kernel_backend 'cutlass' {NOT_INSTALLED}: 'auto', 'pytorch' and 'triton' are here")
+    if quantization != "bf16":
+        raise UnavailableError(
+            f"kernel_backend 'cutlass' serves hstu_attn_quantization_mode 'bf16' alone in this version, not "
+            f"{quantization!r}: 'auto', 'pytorch' and 'triton' have it"
+        )
 
 
 def check_device(backend: str, device_type: str) -> None:
     """Raise UnavailableError where the named backend has no kernels for ``device_type`` ("cpu" or "cuda")."""
-    if backend == "triton" and device_type != "cuda":
+    if backend in ("triton", "cutlass") and device_type != "cuda":
         raise UnavailableError(
-            f"NetworkArgs.kernel_backend = 'triton' needs a GPU, and this run is on {device_type!r}: 'auto' and "
+            f"NetworkArgs.kernel_backend = {backend!r} needs a GPU, and this run is on {device_type!r}: 'auto' and "
             "'pytorch' run anywhere"
         )
 
@@ -99,20 +120,22 @@ def _check_name(field: str, name: str, *, known: tuple[str, ...], available: tup
         raise UnavailableError(f"{field} {name!r} is not available in this version, which has: {', '.join(available)}")
 
 
-def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend that serves the request: the one named, or for "auto" the fastest that can."""
-    if backend == "pytorch":
+def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor, quantization: str) -> str:
+    """The backend that serves the request: the one named, or for "auto" the fastest of our own that can."""
+    if backend in ("pytorch", "cutlass"):  # cutlass_attention says itself what it doesn't serve
         return backend
-    reason = why_not(q, k, v)
+    reason = why_not(q, k, v, quantization=quantization)
     if backend == "triton" and reason is not None:
         raise UnavailableError(
             f"kernel_backend 'triton' can't serve this attention: {reason}; 'auto' and 'pytorch' can"
         )
-    if backend == "auto" and reason is None and (not q.is_cuda or q.dtype == torch.float32):
+    is_slower = not q.is_cuda or (q.dtype == torch.float32 and quantization == "bf16")
+    if backend == "auto" and reason is None and is_slower:
         reason = "it is slower there"
     chosen = "triton" if reason is None else "pytorch"
     if backend == "auto":
-        _log_choice(chosen, f"; triton: {reason}" if reason is not None and q.is_cuda else "")
+        does = ", which emulates FP8" if chosen == "pytorch" and quantization != "bf16" else ""
+        _log_choice(chosen + does, f"; triton: {reason}" if reason is not None and q.is_cuda else "")
     return chosen
 
 

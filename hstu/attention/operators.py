@@ -1,20 +1,27 @@
-"""The Triton kernels as operators of torch.library, so that autograd, torch.compile and torch.export see them."""
+"""The Triton kernels as operators of torch.library, which torch.compile, torch.export and dispatch modes see whole.
+
+Where nobody looks on, the same functions run in a torch.autograd.Function: an operator of torch.library costs the host
+some tenths of a millisecond a layer, which is more than short users need on the GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from genrec.hstu.attention import launch
 from genrec.hstu.attention import triton as kernels
 from genrec.hstu.attention.bias import RelativeBias
 from genrec.hstu.attention.mask import MaskRules
+from genrec.hstu.attention.operators_fp8 import fp8_attention, is_watched
 from genrec.hstu.attention.tuning import tiles_for
+from genrec.hstu.precision.capability import ATTENTION_CAPABILITY
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COMPILED_DIMS = frozenset((32, 64, 128, 256))  # widths of heads that tests on a GPU hold to
 
 
 def triton_attention(
@@ -29,20 +36,26 @@ def triton_attention(
     num_targets: Tensor | None,
     rules: MaskRules,
     bias: RelativeBias | None,
+    quantization: str = "bf16",
 ) -> Tensor:
     """q, k: (T, H, d_qk), v: (T, H, d_v) -> (T, H, d_v). Rows beyond ``offsets[-1]`` and their gradients are zero.
 
     What the tensors hold is not checked, which would wait for the device: lengths that don't fit give garbage.
     """
+    if quantization != "bf16":
+        assert bias is None, "refused before"
+        request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
+        return fp8_attention(q, k, v, request, mode=quantization)
     tensors: tuple[Tensor | None, ...] = (None,) * 4
     if bias is not None:
         tensors = (bias.position_weight, bias.time_weight, bias.query_times, bias.key_times)
     masking = (rules.causal, rules.contextual_mask, rules.max_attn_len, rules.target_group_size)
-    output: Tensor = _forward(q, k, v, *tensors, offsets, num_contexts, num_targets, scaling_seqlen, alpha, *masking)[0]
+    args = (q, k, v, *tensors, offsets, num_contexts, num_targets, scaling_seqlen, alpha, *masking)
+    output: Tensor = _forward(*args)[0] if is_watched(q) else _Attention.apply(*args)
     return output
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, *, quantization: str = "bf16") -> str | None:
     """Why these kernels can't serve the request here; None if they can."""
     if kernels.triton is None:
         return "Triton is not installed"
@@ -54,11 +67,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "Triton's interpreter has no products of bfloat16"
     if max(q.shape[2], v.shape[2]) > launch.MAX_DIM:
         return f"heads are at most {launch.MAX_DIM} wide, not {max(q.shape[2], v.shape[2])}"
-    if q.is_cuda and not {q.shape[2], v.shape[2]} <= COMPILED_DIMS:
-        # 40 and 24 gave wrong results on an H200, where the same kernels are right in the interpreter.
-        return f"heads are {', '.join(map(str, sorted(COMPILED_DIMS)))} wide, not {q.shape[2]} and {v.shape[2]}"
     if q.shape[0] >= 2**31:
         return f"a batch has fewer than 2**31 rows, not {q.shape[0]}"
+    if quantization != "bf16" and q.is_cuda and torch.cuda.get_device_capability(q.device) < ATTENTION_CAPABILITY:
+        return "FP8 needs a GPU of compute capability 8.9 or higher"
     return None
 
 
@@ -70,8 +82,7 @@ def _bias_of(
     return RelativeBias(position_weight, time_weight, query_times, key_times)
 
 
-@torch.library.custom_op("genrec::hstu_attention_forward", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,15 +107,17 @@ def _forward(
     return launch.forward(q, k, v, request, tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None))
 
 
+_forward = torch.library.custom_op("genrec::hstu_attention_forward", _run_forward, mutates_args=())
+
+
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     offsets: Tensor = rest[4]
-    schedule = offsets.new_empty((2, offsets.shape[0]), dtype=torch.int32)
+    schedule = offsets.new_empty((3, offsets.shape[0]), dtype=torch.int32)
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), schedule
 
 
-@torch.library.custom_op("genrec::hstu_attention_backward", mutates_args=())
-def _backward(
+def _run_backward(
     grad_output: Tensor,
     q: Tensor,
     k: Tensor,
@@ -135,6 +148,9 @@ def _backward(
     return launch.backward(grad_output, q, k, v, schedule, request, tiles)
 
 
+_backward = torch.library.custom_op("genrec::hstu_attention_backward", _run_backward, mutates_args=())
+
+
 @_backward.register_fake
 def _(
     grad_output: Tensor,
@@ -159,9 +175,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd(ctx: Any, grad_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, grad_output, _backward)
+
+
+def _gradients(ctx: Any, grad_output: Tensor, backward: Callable[..., Any]) -> tuple[Tensor | None, ...]:
     q, k, v, schedule, position_weight, time_weight, *batch = ctx.saved_tensors
     weights = (position_weight, time_weight)
-    grads, *weight_grads = _backward(grad_output, q, k, v, schedule, *weights, *batch, *ctx.settings)
+    grads, *weight_grads = backward(grad_output, q, k, v, schedule, *weights, *batch, *ctx.settings)
     parts = grads.split([x.shape[1] * x.shape[2] for x in (v, q, k)], dim=1)
     dv, dq, dk = (part.view(x.shape) for part, x in zip(parts, (v, q, k), strict=True))
     of_weights = [None if x is None else grad.to(x.dtype) for x, grad in zip(weights, weight_grads, strict=True)]
@@ -169,3 +189,20 @@ def _autograd(ctx: Any, grad_output: Tensor, _: Tensor | None) -> tuple[Tensor |
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The operators, without torch.library."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output, schedule = _run_forward(*inputs)
+        q, k, v, *batch = inputs[:10]
+        ctx.settings = inputs[10:]
+        ctx.save_for_backward(q, k, v, schedule, *batch)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_output, _run_backward)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, RET505
 """HSTU attention in Triton: the kernels. :mod:`genrec.hstu.attention.launch` starts them.
 
 Work is cut into tiles of one user's rows (or keys), longest user first, without the host knowing any length. With s_r
@@ -10,6 +10,10 @@ tokens beyond ``offsets[-1]`` are one more "user", whose results are zeros.
 A row's keys lie in few spans (history, its window, contexts, its own group of targets). What all rows of a tile see
 goes through a loop without any mask; the borders of the spans go through a second one, tile by tile, masked.
 
+In FP8 (SCALES other than "none") the operands of S, dP and O = P v are those of
+:mod:`genrec.hstu.attention.quantization`, and tiles of keys start at multiples of KEYS from the user's first token, as
+the blocks of v do.
+
 SiLU(x) = h (1 + tanh h) with h = x / 2, which is one special-function instruction a score; its derivative is
 (1 + tanh h)(1 + h (1 - tanh h)) / 2. All factors that are the same for all scores (alpha, 1 / N, 1 / 2) are applied to
 the small results.
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from genrec.hstu.attention import quantization
 from genrec.hstu.attention.bias import LOG_BUCKET_WIDTH
 
 try:
@@ -28,6 +33,7 @@ try:
 except ModuleNotFoundError:  # genrec imports without it; asking for these kernels says what is missing.
     triton = None
 
+_FP8_BLOCK = quantization.BLOCK if triton is None else tl.constexpr(quantization.BLOCK)
 _BUCKET_WIDTH = LOG_BUCKET_WIDTH if triton is None else tl.constexpr(LOG_BUCKET_WIDTH)
 # Triton's own switch for running kernels on the CPU, read as the kernels are defined.
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
@@ -60,6 +66,8 @@ def _user_span(user, offsets, num_users, num_rows):
 def schedule_kernel(offsets, schedule, num_users, num_rows, BLOCK: tl.constexpr):
     """schedule[0]: users from the longest to the shortest; schedule[1]: tokens of all users before them.
 
+    schedule[2]: by user, the slot of its first tile of 128 tokens.
+
     Ranks are counted, not sorted: B is in the hundreds, and one small launch is all it may cost.
     """
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -75,6 +83,7 @@ def schedule_kernel(offsets, schedule, num_users, num_rows, BLOCK: tl.constexpr)
         tokens_before += tl.sum(tl.where(is_before, length[None, :], 0), axis=1)
     tl.store(schedule + rank, own, mask=own <= num_users)
     tl.store(schedule + num_users + 1 + rank, tokens_before, mask=own <= num_users)
+    tl.store(schedule + 2 * (num_users + 1) + own, tokens_before // _FP8_BLOCK + rank, mask=own <= num_users)
 
 
 @_jit
@@ -167,6 +176,20 @@ def _key_spans(
         target_high = tl.where(last >= history_end, target_high, target_low)
     full_end = full_low + num_full * BLOCK
     return full_low, num_full, 0, tl.minimum(contexts, low), low, full_low, full_end, high, target_low, target_high
+
+
+@_jit
+def _align_spans(full, num_full, a, a_end, b, b_end, c, c_end, d, d_end, BLOCK: tl.constexpr):
+    """The spans of ``_key_spans`` with tiles that start at multiples of BLOCK; none is visited twice."""
+    full_end = full + num_full * BLOCK
+    a_end = _num_blocks(a_end, BLOCK) * BLOCK
+    b = tl.maximum(b // BLOCK * BLOCK, a_end)
+    full = _num_blocks(full, BLOCK) * BLOCK
+    num_full = tl.maximum(full_end - full, 0) // BLOCK
+    full = tl.where(num_full > 0, full, b)
+    c_end = _num_blocks(c_end, BLOCK) * BLOCK
+    d = tl.maximum(d // BLOCK * BLOCK, tl.maximum(a_end, c_end))
+    return full, num_full, a, a_end, b, full, full + num_full * BLOCK, c_end, d, d_end
 
 
 @_jit
@@ -316,19 +339,79 @@ def _half_bias(place, bucket, position_weight, time_weight):
     return 0.5 * (tl.load(position_weight + place).to(tl.float32) + tl.load(time_weight + bucket).to(tl.float32))
 
 
+@_jit
+def _first_slot(user, schedule, num_users):
+    """The slot of a user's first 128 tokens."""
+    return tl.load(schedule + 2 * (num_users + 1) + user)
+
+
+@_jit
+def _descales(descales, user, head, num_heads, begin, first_slot, first, end, SIZE: tl.constexpr, SCALES: tl.constexpr):
+    """Of rows from ``first`` on: (SIZE,), or one number for all."""
+    if SCALES == "user":
+        return tl.load(descales + user * num_heads + head)
+    else:
+        rows = first + tl.arange(0, SIZE)
+        index = first_slot + rows // _FP8_BLOCK if SCALES == "block" else begin + rows
+        return tl.load(descales + index * num_heads + head, mask=rows < end, other=1.0)
+
+
+@_jit
+def _outer(a, b, SCALES: tl.constexpr):
+    """What each score of a tile is multiplied with, from descales of its two sides."""
+    if SCALES == "user":
+        return a * b
+    else:
+        return a[:, None] * b[None, :]
+
+
+@_jit
+def _load_fp8(
+    values, descales, user, head, num_heads, begin, first_slot, first, end,
+    SIZE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``first`` on of (T, H, DIM), and their descales."""
+    values += (begin * num_heads + head) * DIM
+    tile = _load(values, first, end, num_heads * DIM, SIZE, DIM, DIM, True)
+    return tile, _descales(descales, user, head, num_heads, begin, first_slot, first, end, SIZE, SCALES)
+
+
+@_jit
+def _add_fp8_values(
+    weights, output, tiles, tile_descales, first_slot, head, num_heads, start,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """output + P v, of weights (ROWS, KEYS) times their scale; but for v's descale where the whole user has one."""
+    block = (first_slot + start // _FP8_BLOCK) * num_heads + head
+    within = tl.multiple_of(start % _FP8_BLOCK, KEYS)  # The compiler can't know, and would load byte by byte.
+    places = tl.arange(0, DIM)[:, None] * _FP8_BLOCK + within + tl.arange(0, KEYS)[None, :]
+    value = tl.trans(tl.load(tiles + tl.cast(block, tl.int64) * (DIM * _FP8_BLOCK) + places))
+    # Keys in the tiles' order, which moves nothing between threads where this is tensor cores' register layout.
+    weights = tl.reshape(weights.to(tl.float8e4nv), (ROWS, KEYS // 16, 2, 4, 2))
+    weights = tl.reshape(tl.permute(weights, (0, 1, 3, 2, 4)), (ROWS, KEYS))
+    if SCALES == "user":
+        # Hopper's FP8 products keep 14 bits of a sum: each tile's is added in float32.
+        return tl.dot(weights, value, output, max_num_imprecise_acc=KEYS)
+    if SCALES == "block":
+        return output + tl.dot(weights, value) * tl.load(tile_descales + block)
+    return output + tl.dot(weights, value) * tl.load(tile_descales + block * DIM + tl.arange(0, DIM))[None, :]
+
+
 @_jit(do_not_specialize=_PER_BATCH)
 def forward_kernel(
-    q, k, v, out, key_tiles, value_tiles,
+    q, k, v, out, key_tiles, value_tiles, q_descale, k_descale, v_descale, weight_scale,
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
     num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one head.
 
-    ``x_row``, ``x_head``: distances between rows and between heads of x. ``x_tiles``: its TMA descriptor or None.
+    ``x_row``, ``x_head``: distances between rows and between heads of x. ``x_tiles``: its TMA descriptor or None. In
+    FP8 v is its tiles, and the four before ``schedule`` are not None.
     """
     head = tl.program_id(0) % num_heads
     slot = tl.program_id(0) // num_heads
@@ -344,7 +427,8 @@ def forward_kernel(
         return
     q += begin * q_row + head * q_head
     k += begin * k_row + head * k_head
-    v += begin * v_row + head * v_head
+    if SCALES == "none":
+        v += begin * v_row + head * v_head
     history_end, contexts = _user_parts(user, length, num_contexts, num_targets, CONTEXTS, TARGETS)
     last = tl.minimum(first + ROWS, length) - 1
     full, num_full, a, a_end, b, b_end, c, c_end, d, d_end = _key_spans(
@@ -355,10 +439,25 @@ def forward_kernel(
     if BIAS:
         key_times += begin
         row_times = _load_times(query_times + begin, first, length, ROWS)[:, None]
+    if SCALES != "none":
+        full, num_full, a, a_end, b, b_end, c, c_end, d, d_end = _align_spans(
+            full, num_full, a, a_end, b, b_end, c, c_end, d, d_end, KEYS
+        )
+        first_slot = _first_slot(user, schedule, num_users)
+        factor = tl.load(weight_scale + user * num_heads + head)
+        row_scale = half_alpha * _descales(
+            q_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, SCALES
+        )
     for i in range(_num_masked(a, a_end, b, b_end, c, c_end, d, d_end, KEYS)):
         start, end = _masked_tile(i, a, a_end, b, b_end, c, c_end, d, d_end, KEYS)
+        if SCALES != "none":
+            end = length
+            key_scale = _descales(k_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, SCALES)
+            score_scale = _outer(row_scale, key_scale, SCALES)
+        else:
+            score_scale = half_alpha
         key = _load(k, start, end, k_row, KEYS, QK_DIM, QK_BLOCK, True)
-        half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * half_alpha
+        half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
         keys = start + tl.arange(0, KEYS)[None, :]
         if BIAS:
             times = _load_times(key_times, start, end, KEYS)[None, :]
@@ -366,35 +465,59 @@ def forward_kernel(
             half += _half_bias(place, bucket, position_weight, time_weight)
         seen = _visible(rows, keys, history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW)
         weights = tl.where(seen & (keys < end), half * _tanh_plus_one(half, TANH), 0.0)
-        value = _load(v, start, end, v_row, KEYS, V_DIM, V_BLOCK, True)
-        output = tl.dot(weights.to(value.dtype), value, output, input_precision=PRECISION)
+        if SCALES != "none":
+            output = _add_fp8_values(
+                weights * factor, output, v, v_descale, first_slot, head, num_heads, start, ROWS, KEYS, V_BLOCK, SCALES
+            )
+        else:
+            value = _load(v, start, end, v_row, KEYS, V_DIM, V_BLOCK, True)
+            output = tl.dot(weights.to(value.dtype), value, output, input_precision=PRECISION)
     for i in range(num_full):
         start = full + i * KEYS
+        if SCALES != "none":
+            key_scale = _descales(k_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, SCALES)
+            score_scale = _outer(row_scale, key_scale, SCALES)
+        else:
+            score_scale = half_alpha
         key = _load_full(key_tiles, k, begin, start, head, k_row, KEYS, QK_DIM, QK_BLOCK)
-        half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * half_alpha
+        half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
         if BIAS:
             keys = start + tl.arange(0, KEYS)[None, :]
             times = _load_times(key_times, start, length, KEYS)[None, :]
             place, bucket = _bias_indices(rows, keys, row_times, times, history_end, num_positions, num_buckets)
             half += _half_bias(place, bucket, position_weight, time_weight)
         weights = half * _tanh_plus_one(half, TANH)
-        value = _load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM, V_BLOCK)
-        output = tl.dot(weights.to(value.dtype), value, output, input_precision=PRECISION)
+        if SCALES != "none":
+            output = _add_fp8_values(
+                weights * factor, output, v, v_descale, first_slot, head, num_heads, start, ROWS, KEYS, V_BLOCK, SCALES
+            )
+        else:
+            value = _load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM, V_BLOCK)
+            output = tl.dot(weights.to(value.dtype), value, output, input_precision=PRECISION)
+    if SCALES != "none":
+        inverse_seqlen /= factor
+    if SCALES == "user":
+        inverse_seqlen *= tl.load(v_descale + user * num_heads + head)
     _store(output * inverse_seqlen, out, first, length, out_row, ROWS, V_DIM, V_BLOCK)
 
 
 @_jit
 def _key_grad_step(
-    key, value, query, grad, grad_key, grad_value, seen, half_bias, half_alpha,
+    key, value, score_query, score_grad, query, grad, grad_key, grad_value, seen, half_bias, score_scale, grad_scale,
     TANH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dK and dV, keys down and rows across, so that scores are the first operand of the next products."""
-    half = tl.dot(key, tl.trans(query), input_precision=PRECISION) * half_alpha
+    """One tile of dK and dV, keys down and rows across, so that scores are the first operand of the next products.
+
+    key, value, score_query, score_grad: of S and dP, times score_scale (alpha / 2 with it) and grad_scale (or None).
+    """
+    half = tl.dot(key, tl.trans(score_query), input_precision=PRECISION) * score_scale
     if half_bias is not None:
         half += half_bias
     tanh_plus_one = _tanh_plus_one(half, TANH)
     weights = half * tanh_plus_one
-    grad_weights = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    grad_weights = tl.dot(value, tl.trans(score_grad), input_precision=PRECISION)
+    if grad_scale is not None:
+        grad_weights *= grad_scale
     grad_scores = grad_weights * (tanh_plus_one * (1.0 + 2.0 * half - weights))
     if seen is not None:
         weights = tl.where(seen, weights, 0.0)
@@ -425,17 +548,20 @@ def _add_query_grad(
 
 @_jit(do_not_specialize=_PER_BATCH)
 def key_grad_kernel(
-    q, k, v, grad_out, dk, dv, query_tiles, grad_tiles, dq_sum, dq_sum_tiles, dq_sum_row,
+    q, k, v, grad_out, q_fp8, k_fp8, v_fp8, grad_fp8, q_descale, k_descale, v_descale, grad_descale,
+    dk, dv, query_tiles, grad_tiles, dq_sum, dq_sum_tiles, dq_sum_row,
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, grad_row,
     num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and their values, over all rows that see them.
 
     Given ``dq_sum``, float32, also adds what they give to the gradients of those rows' queries, without their factor.
+    ``x_fp8``, ``x_descale``: None but in FP8, where S and dP are made of them.
     """
     head = tl.program_id(0) % num_heads
     slot = tl.program_id(0) // num_heads
@@ -460,8 +586,20 @@ def key_grad_kernel(
     full, num_full, a, a_end, b, b_end, c, c_end, d, d_end = _row_spans(
         first, last, length, history_end, contexts, window, group_size, ROWS, CAUSAL, CONTEXTS, TARGETS, WINDOW
     )
-    key = _load(k, first, length, k_row, KEYS, QK_DIM, QK_BLOCK, True)
-    value = _load(v, first, length, v_row, KEYS, V_DIM, V_BLOCK, True)
+    if SCALES == "none" or dq_sum is not None:
+        key = _load(k, first, length, k_row, KEYS, QK_DIM, QK_BLOCK, True)
+    if SCALES == "none":
+        score_key = key
+        score_value = _load(v, first, length, v_row, KEYS, V_DIM, V_BLOCK, True)
+    else:
+        first_slot = _first_slot(user, schedule, num_users)
+        score_key, key_scale = _load_fp8(
+            k_fp8, k_descale, user, head, num_heads, begin, first_slot, first, length, KEYS, QK_BLOCK, SCALES
+        )
+        score_value, value_scale = _load_fp8(
+            v_fp8, v_descale, user, head, num_heads, begin, first_slot, first, length, KEYS, V_BLOCK, SCALES
+        )
+        key_scale *= half_alpha
     keys = first + tl.arange(0, KEYS)[:, None]
     if BIAS:
         query_times += begin
@@ -470,6 +608,16 @@ def key_grad_kernel(
         start, end = _masked_tile(i, a, a_end, b, b_end, c, c_end, d, d_end, ROWS)
         query = _load(q, start, end, q_row, ROWS, QK_DIM, QK_BLOCK, True)
         grad = _load(grad_out, start, end, out_row, ROWS, V_DIM, V_BLOCK, True)
+        score_query, score_grad, score_scale, grad_scale = query, grad, half_alpha, None
+        if SCALES != "none":
+            score_query, query_scale = _load_fp8(
+                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, QK_BLOCK, SCALES
+            )
+            score_grad, row_scale = _load_fp8(
+                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, V_BLOCK, SCALES
+            )
+            score_scale = _outer(key_scale, query_scale, SCALES)
+            grad_scale = _outer(value_scale, row_scale, SCALES)
         rows = start + tl.arange(0, ROWS)[None, :]
         seen = _visible(rows, keys, history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW)
         seen = seen & (rows < end)
@@ -480,8 +628,9 @@ def key_grad_kernel(
         else:
             half_bias = None
         grad_key, grad_value, grad_scores = _key_grad_step(
-            key, value, query, grad, grad_key, grad_value, seen, half_bias, half_alpha, TANH, PRECISION
-        )
+            score_key, score_value, score_query, score_grad, query, grad, grad_key, grad_value, seen, half_bias,
+            score_scale, grad_scale, TANH, PRECISION,
+        )  # fmt: skip
         if dq_sum is not None:
             _add_query_grad(
                 grad_scores, key, begin, start, end, head, dq_sum, dq_sum_tiles, dq_sum_row,
@@ -491,6 +640,16 @@ def key_grad_kernel(
         start = full + i * ROWS
         query = _load_full(query_tiles, q, begin, start, head, q_row, ROWS, QK_DIM, QK_BLOCK)
         grad = _load_full(grad_tiles, grad_out, begin, start, head, out_row, ROWS, V_DIM, V_BLOCK)
+        score_query, score_grad, score_scale, grad_scale = query, grad, half_alpha, None
+        if SCALES != "none":
+            score_query, query_scale = _load_fp8(
+                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, QK_BLOCK, SCALES
+            )
+            score_grad, row_scale = _load_fp8(
+                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, V_BLOCK, SCALES
+            )
+            score_scale = _outer(key_scale, query_scale, SCALES)
+            grad_scale = _outer(value_scale, row_scale, SCALES)
         if BIAS:
             rows = start + tl.arange(0, ROWS)[None, :]
             row_times = _load_times(query_times, start, length, ROWS)[None, :]
@@ -499,8 +658,9 @@ def key_grad_kernel(
         else:
             half_bias = None
         grad_key, grad_value, grad_scores = _key_grad_step(
-            key, value, query, grad, grad_key, grad_value, None, half_bias, half_alpha, TANH, PRECISION
-        )
+            score_key, score_value, score_query, score_grad, query, grad, grad_key, grad_value, None, half_bias,
+            score_scale, grad_scale, TANH, PRECISION,
+        )  # fmt: skip
         if dq_sum is not None:
             _add_query_grad(
                 grad_scores, key, begin, start, start + ROWS, head, dq_sum, dq_sum_tiles, dq_sum_row,
@@ -512,15 +672,20 @@ def key_grad_kernel(
 
 @_jit
 def _query_grad_step(
-    query, grad, key, value, grad_query, seen, half_bias, half_alpha,
+    query, grad, score_key, value, key, grad_query, seen, half_bias, score_scale, grad_scale,
     TANH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dQ: with its sum so far, and the gradient of the scores but for the factors that all share."""
-    half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * half_alpha
+    """One tile of dQ: with its sum so far, and the gradient of the scores but for the factors that all share.
+
+    query, grad, score_key, value: of S and dP, times score_scale (alpha / 2 with it) and grad_scale (or None).
+    """
+    half = tl.dot(query, tl.trans(score_key), input_precision=PRECISION) * score_scale
     if half_bias is not None:
         half += half_bias
     tanh_plus_one = _tanh_plus_one(half, TANH)
     grad_weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    if grad_scale is not None:
+        grad_weights *= grad_scale
     grad_scores = grad_weights * (tanh_plus_one * (1.0 + 2.0 * half - half * tanh_plus_one))
     if seen is not None:
         grad_scores = tl.where(seen, grad_scores, 0.0)
@@ -529,14 +694,15 @@ def _query_grad_step(
 
 @_jit(do_not_specialize=_PER_BATCH)
 def query_grad_kernel(
-    q, k, v, grad_out, dq, position_grad, time_grad, key_tiles, value_tiles,
+    q, k, v, grad_out, q_fp8, k_fp8, v_fp8, grad_fp8, q_descale, k_descale, v_descale, grad_descale,
+    dq, position_grad, time_grad, key_tiles, value_tiles,
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, grad_row,
     num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
-    SUMS: tl.constexpr,
+    SCALES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a tile of rows' queries, over all keys that they see."""
     head = tl.program_id(0) % num_heads
@@ -560,8 +726,18 @@ def query_grad_kernel(
     full, num_full, a, a_end, b, b_end, c, c_end, d, d_end = _key_spans(
         first, last, length, history_end, contexts, window, group_size, KEYS, CAUSAL, CONTEXTS, TARGETS, WINDOW
     )
-    query = _load(q, first, length, q_row, ROWS, QK_DIM, QK_BLOCK, True)
-    grad = _load(grad_out, first, length, out_row, ROWS, V_DIM, V_BLOCK, True)
+    if SCALES == "none":
+        query = _load(q, first, length, q_row, ROWS, QK_DIM, QK_BLOCK, True)
+        grad = _load(grad_out, first, length, out_row, ROWS, V_DIM, V_BLOCK, True)
+    else:
+        first_slot = _first_slot(user, schedule, num_users)
+        query, query_scale = _load_fp8(
+            q_fp8, q_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, QK_BLOCK, SCALES
+        )
+        grad, row_scale = _load_fp8(
+            grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, V_BLOCK, SCALES
+        )
+        query_scale *= half_alpha
     rows = first + tl.arange(0, ROWS)[:, None]
     if BIAS:
         key_times += begin
@@ -571,7 +747,18 @@ def query_grad_kernel(
     for i in range(_num_masked(a, a_end, b, b_end, c, c_end, d, d_end, KEYS)):
         start, end = _masked_tile(i, a, a_end, b, b_end, c, c_end, d, d_end, KEYS)
         key = _load(k, start, end, k_row, KEYS, QK_DIM, QK_BLOCK, True)
-        value = _load(v, start, end, v_row, KEYS, V_DIM, V_BLOCK, True)
+        if SCALES == "none":
+            score_key, score_scale, grad_scale = key, half_alpha, None
+            value = _load(v, start, end, v_row, KEYS, V_DIM, V_BLOCK, True)
+        else:
+            score_key, key_scale = _load_fp8(
+                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, QK_BLOCK, SCALES
+            )
+            value, value_scale = _load_fp8(
+                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, V_BLOCK, SCALES
+            )
+            score_scale = _outer(query_scale, key_scale, SCALES)
+            grad_scale = _outer(row_scale, value_scale, SCALES)
         keys = start + tl.arange(0, KEYS)[None, :]
         seen = _visible(rows, keys, history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW)
         seen = seen & (keys < end)
@@ -582,7 +769,7 @@ def query_grad_kernel(
         else:
             half_bias = None
         grad_query, grad_scores = _query_grad_step(
-            query, grad, key, value, grad_query, seen, half_bias, half_alpha, TANH, PRECISION
+            query, grad, score_key, value, key, grad_query, seen, half_bias, score_scale, grad_scale, TANH, PRECISION
         )
         if BIAS:
             grad_scores *= 0.5 * inverse_seqlen
@@ -591,7 +778,18 @@ def query_grad_kernel(
     for i in range(num_full):
         start = full + i * KEYS
         key = _load_full(key_tiles, k, begin, start, head, k_row, KEYS, QK_DIM, QK_BLOCK)
-        value = _load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM, V_BLOCK)
+        if SCALES == "none":
+            score_key, score_scale, grad_scale = key, half_alpha, None
+            value = _load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM, V_BLOCK)
+        else:
+            score_key, key_scale = _load_fp8(
+                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, QK_BLOCK, SCALES
+            )
+            value, value_scale = _load_fp8(
+                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, V_BLOCK, SCALES
+            )
+            score_scale = _outer(query_scale, key_scale, SCALES)
+            grad_scale = _outer(row_scale, value_scale, SCALES)
         if BIAS:
             keys = start + tl.arange(0, KEYS)[None, :]
             times = _load_times(key_times, start, length, KEYS)[None, :]
@@ -600,7 +798,7 @@ def query_grad_kernel(
         else:
             half_bias = None
         grad_query, grad_scores = _query_grad_step(
-            query, grad, key, value, grad_query, None, half_bias, half_alpha, TANH, PRECISION
+            query, grad, score_key, value, key, grad_query, None, half_bias, score_scale, grad_scale, TANH, PRECISION
         )
         if BIAS:
             grad_scores *= 0.5 * inverse_seqlen

@@ -1,10 +1,36 @@
-"""Which tiles the attention kernels use: a table, so that no run spends its first minutes on tuning."""
+"""Which tiles the attention kernels use: tables, so that no run spends its first minutes on tuning.
+
+Tuning is done on request: ``benchmarks/attention_tiles.py`` times candidates and writes the best to a file, which
+``TrainerArgs.attention_tiles``, or :func:`load`, puts in the place of what is built in::
+
+    {"device": "NVIDIA H200", ..., "tables": {"triton": {"64": {"forward": {"rows": 64, "keys": 64, ...}, ...}}}}
+
+By table, then by the width of heads, each entry has the fields of the dataclass that it replaces.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import logging
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 import torch
+
+from genrec.configs.schema import UserError
+
+T = TypeVar("T")
+
+TANHS = ("approx", "approx_pair", "exact")
+_TABLES: dict[str, dict[int, Any]] = {}
+_logger = logging.getLogger(__name__)
+
+
+def tunable(name: str, table: dict[int, T]) -> dict[int, T]:
+    """Let files replace entries of ``table``, which has a dataclass for each width of heads; returns it."""
+    _TABLES[name] = table
+    return table
 
 
 @dataclass(frozen=True)
@@ -15,6 +41,13 @@ class KernelTile:
     keys: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("rows", 16, 256), ("keys", 16, 256), ("num_warps", 1, 16), ("num_stages", 1, 8)):
+            value = getattr(self, name)
+            if not least <= value <= most or (name != "num_stages" and value & (value - 1)):
+                power = "" if name == "num_stages" else "a power of two "
+                raise ValueError(f"{name} = {value!r} must be {power}from {least} to {most}")
 
 
 @dataclass(frozen=True)
@@ -32,6 +65,10 @@ class Tiles:
     tanh: str = "approx"
     tma: bool = False
     fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tanh not in TANHS:
+            raise ValueError(f"tanh = {self.tanh!r} is not one of {', '.join(TANHS)}")
 
 
 # By the larger of d_qk and d_v, rounded up. Of 64, 128 and 256: the best of a sweep over simpler kernels on an H200,
@@ -58,9 +95,38 @@ HALF_PRECISION_TILES = {
         query_grad=KernelTile(64, 64, num_warps=4, num_stages=2),
     ),
 }
+tunable("triton", HALF_PRECISION_TILES)
+
+# FP8: the largest tiles that keep their numbers in registers. Forward's tiles of keys must divide blocks of 128. Not
+# measured.
+FP8_TILES = {
+    32: Tiles(
+        forward=KernelTile(64, 64, num_warps=4, num_stages=3),
+        key_grad=KernelTile(32, 64, num_warps=4, num_stages=2),
+        query_grad=KernelTile(64, 64, num_warps=4, num_stages=2),
+    ),
+    64: Tiles(
+        forward=KernelTile(64, 64, num_warps=4, num_stages=3),
+        key_grad=KernelTile(32, 64, num_warps=4, num_stages=2),
+        query_grad=KernelTile(128, 64, num_warps=8, num_stages=2),
+    ),
+    128: Tiles(
+        forward=KernelTile(64, 64, num_warps=4, num_stages=3),
+        key_grad=KernelTile(32, 64, num_warps=4, num_stages=2),
+        query_grad=KernelTile(128, 64, num_warps=8, num_stages=2),
+    ),
+    256: Tiles(
+        forward=KernelTile(64, 64, num_warps=8, num_stages=2),
+        key_grad=KernelTile(32, 64, num_warps=8, num_stages=2),
+        query_grad=KernelTile(64, 64, num_warps=8, num_stages=2),
+    ),
+}
+tunable("triton_fp8", FP8_TILES)
+
 # For tests: exact in every step, so without tensor cores, where larger tiles compile for minutes.
 _SMALL = KernelTile(16, 16, num_warps=4, num_stages=1)
 FLOAT32_TILES = Tiles(forward=_SMALL, key_grad=_SMALL, query_grad=_SMALL, tanh="exact")
+FLOAT32_FP8_TILES = replace(FLOAT32_TILES, forward=KernelTile(64, 64, num_warps=4, num_stages=2))
 # Two gathers, an int64 difference and a float64 logarithm a score leave registers for small tiles alone. Not measured.
 BIAS_TILES = Tiles(
     forward=KernelTile(64, 32, num_warps=4, num_stages=2),
@@ -69,11 +135,67 @@ BIAS_TILES = Tiles(
 )
 
 
-def tiles_for(qk_dim: int, v_dim: int, dtype: torch.dtype, *, has_bias: bool) -> Tiles:
-    """The tiles for heads of these widths."""
+def tiles_for(qk_dim: int, v_dim: int, dtype: torch.dtype, *, has_bias: bool, is_fp8: bool = False) -> Tiles:
+    """The tiles for heads of these widths, of q, k and v in ``dtype``."""
     if dtype == torch.float32:
-        return FLOAT32_TILES
+        return FLOAT32_FP8_TILES if is_fp8 else FLOAT32_TILES
     if has_bias:
         return BIAS_TILES
-    widest = max(qk_dim, v_dim)
-    return HALF_PRECISION_TILES[min(width for width in HALF_PRECISION_TILES if width >= widest)]
+    table = FP8_TILES if is_fp8 else HALF_PRECISION_TILES
+    return table[min(width for width in table if width >= max(qk_dim, v_dim))]
+
+
+def load(path: Path) -> None:
+    """Use the tiles of a file that benchmarks/attention_tiles.py wrote, made on this model of GPU.
+
+    What the file doesn't have stays as it was. Raises UserError, and then changes nothing.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the attention tiles {str(path)!r} can't be read: {error}") from error
+    try:
+        entries = _read(report)
+    except ValueError as error:
+        raise UserError(f"the attention tiles {str(path)!r} don't fit: {error}") from error
+    for name, width, tiles in entries:
+        _TABLES[name][width] = tiles
+    _logger.info("attention tiles of %s: %s", path, ", ".join(f"{name} {width}" for name, width, _ in entries))
+
+
+def _read(report: Any) -> list[tuple[str, int, Any]]:
+    """(table, width, entry) of all there are; ValueError for what can't be."""
+    if not isinstance(report, dict) or not isinstance(report.get("tables"), dict):
+        raise ValueError("there are no 'tables' in it, as benchmarks/attention_tiles.py writes them")
+    if torch.cuda.is_available() and report.get("device") != torch.cuda.get_device_name():
+        raise ValueError(f"they were made on {report.get('device')!r}, and this is {torch.cuda.get_device_name()!r}")
+    entries = []
+    for name, table in report["tables"].items():
+        if name not in _TABLES:
+            raise ValueError(f"table {name!r} is not one of {', '.join(_TABLES)}")
+        known = _TABLES[name]
+        for width, values in table.items() if isinstance(table, dict) else ():
+            if not width.isdecimal() or int(width) not in known:
+                raise ValueError(f"{name} {width!r} is not one of the widths {', '.join(map(str, known))}")
+            try:
+                entries.append((name, int(width), _build(type(known[int(width)]), values)))
+            except ValueError as error:
+                raise ValueError(f"{name} {width}: {error}") from error
+    return entries
+
+
+def _build(cls: type[Any], values: Any) -> Any:
+    """The dataclass ``cls`` of a dict that has all of its fields and no others."""
+    names = [field.name for field in fields(cls)]
+    if not isinstance(values, dict) or set(values) != set(names):
+        raise ValueError(f"{values!r} must have {', '.join(names)}")
+    hints = get_type_hints(cls)
+    built = {}
+    for name, value in values.items():
+        if is_dataclass(hints[name]):
+            built[name] = _build(hints[name], value)
+        elif type(value) is not hints[name]:
+            raise ValueError(f"{name} = {value!r} must be of type {hints[name].__name__}")
+        else:
+            built[name] = value
+    return cls(**built)

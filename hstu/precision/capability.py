@@ -1,4 +1,4 @@
-"""Which FP8 recipes linears can run with here; asked before anything is built.
+"""Which FP8 linears and FP8 attention can run here; asked before anything is built.
 
 The emulation runs every recipe on every device. Transformer Engine knows itself what the GPU and its libraries lack, in
 version 2.20: "delayed" and "tensorwise" need compute capability 8.9, "blockwise" 9.0 and CUDA 12.9, "mxfp8" 10.0 (and
@@ -13,16 +13,19 @@ forward and backward    16           16            16
 ====================  ====  ===========  ============
 
 "mxfp8" has 32 from its blocks of 32 values; there was no such GPU to measure on.
+
+Attention in FP8 is ours, in Triton, in every mode from compute capability 8.9 on.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Mapping
 
 import torch
 
-from genrec.configs.schema import LINEAR_RECIPES, MixedPrecisionArgs, UnavailableError
+from genrec.configs.schema import LINEAR_RECIPES, MixedPrecisionArgs, NetworkArgs, UnavailableError
 
 # The functions of transformer_engine.pytorch that say whether a recipe works here.
 QUERIES = {
@@ -31,6 +34,7 @@ QUERIES = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
+ATTENTION_CAPABILITY = (8, 9)
 NOT_INSTALLED = "Transformer Engine is not installed (the head of requirements/cuda.txt has the commands)"
 
 
@@ -48,6 +52,32 @@ def check_linear_available(args: MixedPrecisionArgs, device_type: str) -> None:
     others = f"{', '.join(working)} are, and " if working else ""
     emulated = "MixedPrecisionArgs.backend = 'emulated' runs the same recipe anywhere, slower than without FP8"
     raise UnavailableError(f"{asked} is not available here: {reason}; {others}{emulated}")
+
+
+def check_attention_available(args: MixedPrecisionArgs, network: NetworkArgs, device_type: str) -> None:
+    """Raise UnavailableError unless FP8 attention, if ``args`` ask for any, runs on ``device_type``."""
+    is_emulated = args.backend == "emulated" or network.kernel_backend == "pytorch"
+    if not args.has_fp8_attention or is_emulated:
+        return
+    reason = _attention_reason(device_type)
+    if reason:
+        mode = args.hstu_attn_quantization_mode
+        asked = f"MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r} with backend = 'te' (Triton in attention)"
+        emulated = "MixedPrecisionArgs.backend = 'emulated' runs the same mode anywhere, slower than without FP8"
+        raise UnavailableError(f"{asked} is not available here: {reason}; {emulated}")
+
+
+def _attention_reason(device_type: str) -> str:
+    """Why attention in FP8 has no kernels on ``device_type``; "" where it has."""
+    if device_type != "cuda":
+        return "it needs a GPU, this run is on a CPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability()
+    if capability < ATTENTION_CAPABILITY:
+        needed = ".".join(map(str, ATTENTION_CAPABILITY))
+        return f"it needs compute capability {needed}, and this GPU has {'.'.join(map(str, capability))}"
+    return ""
 
 
 @functools.cache

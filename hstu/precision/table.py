@@ -21,7 +21,7 @@ class PrecisionRow:
     """One linear or attention.
 
     kind: "linear" or "attention". shape: "128 -> 512" or "4 heads of 64". precision: "fp8 tensorwise hybrid (te)",
-    "bfloat16"; evaluation: the same of evaluation mode. note: why a linear is not in FP8 where others may be.
+    "bfloat16"; evaluation: the same of evaluation mode. note: why it is not in FP8 where others may be.
     """
 
     module: str
@@ -77,10 +77,19 @@ def _linear_row(name: str, linear: Linear, dtype: str) -> PrecisionRow:
 
 
 def _attention_row(name: str, layer: HSTULayer, dtype: str) -> PrecisionRow:
-    precision = dtype if layer.quantization == "bf16" else f"fp8 {layer.quantization}"
-    network = layer.network
-    shape = f"{network.num_attention_heads} heads of {network.kv_channels}"
-    return PrecisionRow(name, "attention", shape, precision, evaluation=precision)
+    network, precision = layer.network, dtype
+    if layer.quantization != "bf16":
+        how = "emulated" if layer.attention_backend == "pytorch" else "triton"
+        scaling = "plain cast" if layer.quantization == "fp8" else layer.quantization
+        precision = f"fp8 {scaling} e4m3 ({how})"
+    return PrecisionRow(
+        module=name,
+        kind="attention",
+        shape=f"{network.num_attention_heads} heads of {network.kv_channels}",
+        precision=precision,
+        evaluation=precision if layer.quantizes_in_eval else dtype,
+        note=layer.attention_why_not,
+    )
 
 
 def _text(dtype: torch.dtype) -> str:

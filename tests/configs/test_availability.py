@@ -2,15 +2,32 @@ import dataclasses
 
 import pytest
 
-from genrec.configs import schema
+from genrec.configs import availability, schema
 from genrec.configs.availability import check_available
 from genrec.configs.schema import UnavailableError
 
+pytestmark = pytest.mark.usefixtures("no_cutlass")
+
+
+def fp8_attention(**changes):
+    return schema.MixedPrecisionArgs("fp8", hstu_attn_quantization_mode="per-block", **changes)
+
+
 MISSING = [
     ({"tensor_parallel": schema.TensorModelParallelArgs(2)}, "tensor parallelism"),
-    ({"mixed_precision": schema.MixedPrecisionArgs("fp8", hstu_attn_quantization_mode="per-block")},
-     "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-block' (FP8 attention), 'bf16' is"),
-    ({"network": {"kernel_backend": "cutlass"}}, "NetworkArgs.kernel_backend = 'cutlass'"),
+    ({"mixed_precision": fp8_attention(), "network": {"layer_style": "research"}},
+     "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-block' with a relative bias (NetworkArgs.layer_style = "
+     "'research'), 'bf16' and NetworkArgs.relative_bias = 'none' are"),
+    ({"mixed_precision": fp8_attention(), "network": {"relative_bias": "smooth"}}, "relative_bias = 'smooth'), 'bf16'"),
+    ({"mixed_precision": fp8_attention(), "network": {"kv_channels": 512}},
+     "NetworkArgs.kv_channels = 512 with MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-block', at most 256 is"),
+    ({"mixed_precision": fp8_attention(backend="emulated"), "network": {"kernel_backend": "triton"}},
+     "with NetworkArgs.kernel_backend = 'triton' and MixedPrecisionArgs.backend = 'emulated', which is PyTorch"),
+    ({"network": {"kernel_backend": "cutlass"}},
+     "NetworkArgs.kernel_backend = 'cutlass', which needs FBGEMM's HSTU attention (package fbgemm-gpu-hstu), which "),
+    ({"network": {"kernel_backend": "cutlass"},
+      "mixed_precision": schema.MixedPrecisionArgs("fp8", hstu_attn_quantization_mode="per-head")},
+     "kernel_backend = 'cutlass' with MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-head', 'auto', 'triton'"),
     ({"network": {"dtype_str": "float16"}}, "loss scaling"),
     ({"dataset": {"dataset_name": "kuairand-1k"}}, "DatasetArgs.dataset_name = 'kuairand-1k'"),
     ({"dataset": {"dataset_name": "custom"}}, "DatasetArgs.dataset_name = 'custom', 'ml-100k', 'ml-1m',"),
@@ -32,6 +49,11 @@ def test_all_missing_features_are_named_at_once(experiment):
         check_available(config)
 
 
+def test_cutlass_is_not_refused_where_it_is_installed(experiment, monkeypatch):
+    monkeypatch.setattr(availability, "find_cutlass_module", lambda: "hstu")
+    check_available(experiment(network={"kernel_backend": "cutlass"}))
+
+
 def test_retrieval_is_named(experiment):
     config = dataclasses.replace(experiment(), task="retrieval", ranking=None, retrieval=schema.RetrievalArgs())
     with pytest.raises(UnavailableError, match="retrieval"):
@@ -46,6 +68,11 @@ def test_retrieval_is_named(experiment):
         {"trainer": {"pipeline_type": "prefetch"}},
         {"mixed_precision": schema.MixedPrecisionArgs("fp8")},
         {"mixed_precision": schema.MixedPrecisionArgs(hstu_attn_quantization_mode="per-block")},
+        {"mixed_precision": fp8_attention()},
+        {"mixed_precision": fp8_attention(), "network": {"layer_style": "research", "relative_bias": "none"}},
+        {"mixed_precision": fp8_attention(backend="emulated"), "network": {"kv_channels": 512}},
+        {"mixed_precision": fp8_attention(), "network": {"kernel_backend": "pytorch", "kv_channels": 512}},
+        {"mixed_precision": fp8_attention(), "network": {"kernel_backend": "triton"}},
     ],
 )
 def test_what_is_there_is_not_refused(experiment, changes):

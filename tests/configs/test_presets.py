@@ -191,6 +191,7 @@ def test_movielens_100k_fp8_differs_from_its_base_in_precision_alone():
     assert config.trainer.output_dir != base.trainer.output_dir
 
 
+@pytest.mark.usefixtures("no_cutlass")
 def test_a_recsys_examples_benchmark_file_parses_and_names_what_is_missing(load):
     config = load(RECSYS_EXAMPLES_STYLE)
     events = config.dataset.feature_args[0]

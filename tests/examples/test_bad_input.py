@@ -50,6 +50,7 @@ def test_bad_binding(refusal, binding, words):
 
 
 FP8 = "MixedPrecisionArgs.mixed_precision_dtype = 'fp8'"
+PER_HEAD = "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-head'"
 EMULATED = "MixedPrecisionArgs.backend = 'emulated'"
 
 
@@ -61,7 +62,8 @@ EMULATED = "MixedPrecisionArgs.backend = 'emulated'"
         ([EMULATED, "MixedPrecisionArgs.linear_recipe = 'rowwise'"], ["'rowwise'", "'delayed', 'tensorwise', 'block"]),
         ([EMULATED, "MixedPrecisionArgs.linear_scaling_precision = 'e5m2'"], ["'e5m2'", "'hybrid'", "'e4m3'"]),
         ([EMULATED, "MixedPrecisionArgs.amax_history_len = 16"], ["amax_history_len = 16", "1024", "'delayed'"]),
-        ([EMULATED, "MixedPrecisionArgs.hstu_attn_quantization_mode = 'fp8'"], ["FP8 attention", "'bf16' is"]),
+        ([EMULATED, PER_HEAD, "NetworkArgs.relative_bias = 'table'"], ["with a relative bias", "'none' are"]),
+        ([PER_HEAD, "MixedPrecisionArgs.linear_recipe = None"], ["'per-head' with backend", "needs a GPU", EMULATED]),
         (["MixedPrecisionArgs.linear_recipe = 'delayed'"], ["'delayed'", "needs a GPU", EMULATED]),
     ],
 )

@@ -221,6 +221,7 @@ def test_builds_on_the_meta_device(make_network):
     assert all(parameter.is_meta for parameter in encoder.parameters())
 
 
+@pytest.mark.usefixtures("no_cutlass")
 def test_what_is_not_there_is_refused_when_the_model_is_built(make_network):
     with pytest.raises(UnavailableError, match="kernel_backend 'cutlass'"):
         HSTUEncoder(

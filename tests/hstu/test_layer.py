@@ -188,10 +188,11 @@ def test_recomputed_results_are_not_kept_between_forward_and_backward(make_netwo
     output.values.sum().backward()
 
 
+@pytest.mark.usefixtures("no_cutlass")
 def test_precision_that_is_not_there(make_network):
     fp8 = MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_recipe=None, hstu_attn_quantization_mode="per-block")
-    with pytest.raises(UnavailableError, match="hstu_attn_quantization_mode 'per-block'"):
-        HSTULayer(make_network(), max_seqlen_tokens=4, precision=fp8)
+    with pytest.raises(UnavailableError, match="'per-block' does not go with a relative bias"):
+        HSTULayer(make_network(layer_style="research"), max_seqlen_tokens=4, precision=fp8)
     with pytest.raises(UnavailableError, match="kernel_backend 'cutlass'"):
         HSTULayer(make_network(kernel_backend="cutlass"), max_seqlen_tokens=4)
 

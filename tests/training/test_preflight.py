@@ -5,7 +5,7 @@ import os
 import pytest
 
 from genrec.configs.schema import UserError
-from genrec.training.preflight import check_places
+from genrec.training.preflight import check_places, require_available
 
 
 def test_places_that_can_be_written_are_left_alone(tmp_path, tiny_config):
@@ -33,3 +33,13 @@ def test_no_checkpoint_to_start_from(tmp_path, tiny_config):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no whole checkpoint in .*empty"):
         check_places(tiny_config(tmp_path / "run", f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'empty')!r}"))
+
+
+def test_attention_tiles_are_read_before_anything_is_built(tmp_path, tiny_config):
+    path = tmp_path / "tiles.json"
+    config = tiny_config(tmp_path / "run", f"TrainerArgs.attention_tiles = {str(path)!r}")
+    assert config.digest == tiny_config(tmp_path / "run").digest
+    with pytest.raises(UserError, match=r"the attention tiles .*tiles\.json.* can't be read"):
+        require_available(config)
+    path.write_text('{"tables": {}}')
+    require_available(config)

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from genrec.configs.schema import UnavailableError
+from genrec.configs.schema import ATTENTION_QUANTIZATIONS, UnavailableError
 from genrec.hstu.attention import hstu_attention, interface
 
 
@@ -17,22 +17,25 @@ def attend(**changes):
     return hstu_attention(kwargs.pop("q", x), x, kwargs.pop("v", x), **kwargs)
 
 
+@pytest.mark.usefixtures("no_cutlass")
 def test_backend_that_is_not_there():
-    with pytest.raises(UnavailableError, match=r"kernel_backend 'cutlass'.*auto, pytorch, triton"):
+    with pytest.raises(UnavailableError, match=r"kernel_backend 'cutlass' needs FBGEMM.*not installed: 'auto'"):
         attend(backend="cutlass")
 
 
-def test_triton_is_asked_for_before_anything_is_built():
+def test_kernels_are_asked_for_before_anything_is_built():
     with pytest.raises(UnavailableError, match=r"kernel_backend = 'triton' needs a GPU, and this run is on 'cpu'"):
         interface.check_device("triton", "cpu")
+    with pytest.raises(UnavailableError, match=r"kernel_backend = 'cutlass' needs a GPU, and this run is on 'cpu'"):
+        interface.check_device("cutlass", "cpu")
     for backend, device in (("triton", "cuda"), ("auto", "cpu"), ("pytorch", "cpu")):
         interface.check_device(backend, device)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "1xdim", "128x1", "per-block", "per-head", "per-batch", "per-tensor"])
-def test_quantization_that_is_not_there(quantization):
-    with pytest.raises(UnavailableError, match=rf"hstu_attn_quantization_mode '{quantization}'.*has: bf16"):
-        attend(quantization=quantization)
+@pytest.mark.parametrize("quantization", ATTENTION_QUANTIZATIONS)
+def test_every_quantization_is_there(quantization):
+    output = attend(quantization=quantization, v=torch.full((3, 1, 8), 2.0, dtype=torch.bfloat16))
+    assert output.shape == (3, 1, 8) and (output > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,14 @@ import types
 import pytest
 import torch
 
-from genrec.configs.schema import MixedPrecisionArgs, UnavailableError
+from genrec.configs.schema import MixedPrecisionArgs, NetworkArgs, UnavailableError
 from genrec.hstu.precision import capability
-from genrec.hstu.precision.capability import QUERIES, check_linear_available, linear_capabilities
+from genrec.hstu.precision.capability import (
+    QUERIES,
+    check_attention_available,
+    check_linear_available,
+    linear_capabilities,
+)
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 NO_MXFP8 = "Device compute capability 10.0 or higher required for MXFP8 execution."
@@ -187,3 +192,41 @@ def test_this_gpu_answers_for_every_recipe():
     assert tuple(answers) == RECIPES
     if torch.cuda.get_device_capability() < (10, 0):
         assert answers["mxfp8"]
+
+
+def attention_refusal(network, device_type, **changes):
+    precision = args(None, hstu_attn_quantization_mode="per-head", **changes)
+    with pytest.raises(UnavailableError) as caught:
+        check_attention_available(precision, network, device_type)
+    message = str(caught.value)
+    asked = "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-head' with backend = 'te' (Triton in attention)"
+    assert message.startswith(f"{asked} is not available here: ")
+    assert message.endswith("'emulated' runs the same mode anywhere, slower than without FP8") and "\n" not in message
+    return message
+
+
+def network_of(**changes):
+    return NetworkArgs(num_layers=1, hidden_size=16, num_attention_heads=1, kv_channels=16, **changes)
+
+
+def test_attention_in_fp8_needs_a_gpu_with_fp8_and_triton(monkeypatch):
+    assert "it needs a GPU, this run is on a CPU" in attention_refusal(network_of(), "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    message = attention_refusal(network_of(kernel_backend="triton"), "cuda")
+    assert "it needs compute capability 8.9, and this GPU has 8.0" in message
+    monkeypatch.setattr(capability.importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in attention_refusal(network_of(), "cuda")
+
+
+@pytest.mark.parametrize("found", [(8, 9), (9, 0), (12, 0)])
+def test_attention_in_fp8_runs_on_a_gpu_with_fp8(monkeypatch, found):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
+    check_attention_available(args(None, hstu_attn_quantization_mode="per-head"), network_of(), "cuda")
+
+
+def test_attention_emulated_or_without_fp8_runs_anywhere():
+    check_attention_available(args("tensorwise"), network_of(), "cpu")
+    emulated = args(None, hstu_attn_quantization_mode="per-head", backend="emulated")
+    check_attention_available(emulated, network_of(), "cpu")
+    by_name = args(None, hstu_attn_quantization_mode="per-head")
+    check_attention_available(by_name, network_of(kernel_backend="pytorch"), "cpu")

@@ -1,7 +1,10 @@
-"""The compiled Triton kernels on a GPU: every mask, dtype and width at the lengths where tiles begin and end.
+"""The compiled attention kernels on a GPU: every mask, dtype and width at the lengths where tiles begin and end.
+
+"fastest" are the kernels that this GPU gets; "triton" is without those for Hopper, where they differ.
 
 The budget: at most twice (gradients: three times) the error that the formula in PyTorch has in the same precision, both
-measured against float32. Kernels compile for minutes; `-k "bfloat16 and 64"` takes a part.
+measured against float32. FP8 is held to its emulation. Kernels compile for minutes: `-k "bfloat16 and 64"` takes a
+part.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from genrec.hstu.attention import hstu_attention, tuning
+from genrec.configs.schema import ATTENTION_QUANTIZATIONS
+from genrec.hstu.attention import hopper_backward, hopper_forward, hstu_attention, tuning
 from genrec.hstu.attention.mask import MaskRules, visible
 from genrec.hstu.attention.reference import reference_attention
 
@@ -38,7 +42,13 @@ MASKS = {
         "causal": False, "max_attn_len": 80, "num_contexts": 3, "num_targets": 30, "target_group_size": 4,
     },
 }  # fmt: skip
-WIDTHS = [(32, 32), (64, 64), (128, 128), (256, 256), (64, 128)]
+WIDTHS = [(32, 32), (64, 64), (128, 128), (256, 256), (64, 128), (40, 24)]
+HOPPER_WIDTHS = [64, 128, 256]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CASES = [
+    *(("fastest", dtype, *widths) for dtype in DTYPES for widths in WIDTHS),
+    *(("triton", dtype, width, width) for dtype in DTYPES[:2] for width in HOPPER_WIDTHS),
+]
 
 
 def batch(num_contexts=0, num_targets=0, **masking):
@@ -119,6 +129,17 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def kernels(request, monkeypatch):
+    if request.param == "triton":
+        for module, name in (
+            (hopper_forward, "why_not"),
+            (hopper_forward, "why_not_fp8"),
+            (hopper_backward, "why_not"),
+        ):
+            monkeypatch.setattr(module, name, lambda *_: "not wanted")
+
+
 def relative_errors(x, true, offsets):
     """The largest error of each user over the largest magnitude, 0 without tokens."""
     users = [(x[a:b].double() - true[a:b], true[a:b]) for a, b in itertools.pairwise(offsets.tolist())]
@@ -141,15 +162,15 @@ def assert_within_budget(mask, dtype, width, value_width):
             assert error <= budget, f"{name} of the user of {length}: {error:.3e}, budget {budget:.3e}"
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("width", "value_width"), WIDTHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.usefixtures("poisoned", "kernels")
+@pytest.mark.parametrize(("kernels", "dtype", "width", "value_width"), CASES, indirect=["kernels"], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_error_within_budget(mask, dtype, width, value_width):
     assert_within_budget(mask, dtype, width, value_width)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poisoned", "kernels")
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize(
     "option", [{"tma": True}, {"fused": True}, {"tanh": "approx_pair"}, {"tanh": "exact"}], ids=str
 )
@@ -164,17 +185,20 @@ def test_error_of_other_ways_to_run_the_kernels(monkeypatch, mask, width, option
     assert_within_budget(mask, torch.bfloat16, width, width)
 
 
-@pytest.mark.usefixtures("poisoned")
-def test_results_are_the_same_every_time():
+@pytest.mark.usefixtures("poisoned", "kernels")
+@pytest.mark.parametrize(
+    ("kernels", "width"), [*(("fastest", w) for w in HOPPER_WIDTHS), ("triton", 64)], indirect=["kernels"]
+)
+def test_results_are_the_same_every_time(width):
     kwargs = batch(**MASKS["contexts, targets in groups"])
-    fused, grad = draw(torch.bfloat16, 64, 64)
+    fused, grad = draw(torch.bfloat16, width, width)
 
     def attend(*x):
         return hstu_attention(*x, max_seqlen=max(LENGTHS), backend="triton", **kwargs)
 
-    first = run(attend, fused, grad, 64)
+    first = run(attend, fused, grad, width)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(run(attend, fused, grad, 64), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(run(attend, fused, grad, width), first, strict=True))
 
 
 def test_the_host_never_waits_and_auto_takes_triton():
@@ -223,3 +247,85 @@ def test_torch_compile_takes_the_operator_whole():
     compiled = torch.compile(attend, fullgraph=True)
     for a, b in zip(run(compiled, fused, grad, 64), run(attend, fused, grad, 64), strict=True):
         assert torch.equal(a, b)
+
+
+# Kernel and emulation have the same FP8 operands to the bit, and the same backward. The kernel's S differs by e = 2^-10
+# or so of its size (FP8 tensor cores add up with 14 bits, tanh.approx has 11), so a share e / u of the P falls on the
+# other side of a border of e4m3 and moves by its step, u = 2^-3.5 on the average: of the norm sqrt(e u) = 2^-6.75.
+# That holds for the many scores of a long user. Of few, all may move: by no more than the largest step.
+FP8_MODES = ATTENTION_QUANTIZATIONS[1:]
+FEW, FP8_TOLERANCE, FP8_TOLERANCE_OF_FEW = 63, 2**-6, 2**-3
+
+
+def fp8(mode, kwargs, backend="triton"):
+    return lambda *x: hstu_attention(*x, max_seqlen=max(LENGTHS), backend=backend, quantization=mode, **kwargs)
+
+
+def assert_agrees_with_emulation(mask, mode, dtype, width):
+    kwargs = batch(**MASKS[mask])
+    fused, grad = draw(dtype, width, width)
+    mine = run(fp8(mode, kwargs), fused, grad, width)
+    theirs = run(fp8(mode, kwargs, backend="pytorch"), fused, grad, width)
+    part = fused.shape[1] // 4
+    for name, columns in (
+        ("output", slice(None)),
+        *((n, slice(i * part, (i + 1) * part)) for i, n in enumerate("uvqk")),
+    ):
+        got, emulated = ((x[0].flatten(1) if name == "output" else x[1][:, columns]) for x in (mine, theirs))
+        assert got.dtype == dtype
+        assert (got[-PADDING:] == 0).all()
+        for length, (start, stop) in zip(LENGTHS, itertools.pairwise(kwargs["offsets"].tolist()), strict=True):
+            difference = (got[start:stop].double() - emulated[start:stop].double()).norm()
+            bound = (FP8_TOLERANCE if length >= FEW else FP8_TOLERANCE_OF_FEW) * emulated[start:stop].double().norm()
+            assert difference <= bound, f"{name} of the user of {length}: {difference:.3e}, bound {bound:.3e}"
+
+
+@pytest.mark.usefixtures("poisoned", "kernels")
+@pytest.mark.parametrize("kernels", ["fastest", "triton"], indirect=True)
+@pytest.mark.parametrize("width", HOPPER_WIDTHS)
+@pytest.mark.parametrize("mode", FP8_MODES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_fp8_agrees_with_its_emulation(mask, mode, width):
+    assert_agrees_with_emulation(mask, mode, torch.bfloat16, width)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("mode", ["per-head", "per-block", "1xdim"])
+def test_fp8_of_float16(mode):
+    assert_agrees_with_emulation("window, contexts, targets", mode, torch.float16, 64)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("width", HOPPER_WIDTHS)
+@pytest.mark.parametrize("mode", ["per-tensor", "per-block", "1xdim"])
+def test_fp8_results_are_the_same_every_time(mode, width):
+    kwargs = batch(**MASKS["contexts, targets in groups"])
+    fused, grad = draw(torch.bfloat16, width, width)
+    first = run(fp8(mode, kwargs), fused, grad, width)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(run(fp8(mode, kwargs), fused, grad, width), first, strict=True))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("mode", ATTENTION_QUANTIZATIONS)
+@pytest.mark.parametrize("mask", ["causal", "window, contexts, targets", "both ways"])
+def test_what_is_not_finite_stays_with_its_user(mask, mode, width):
+    """Every second user's rows are zeros, then NaN or infinite: others' results stay as they are, to the bit."""
+    kwargs = batch(**MASKS[mask])
+    fused, grad = draw(torch.bfloat16, width, width)
+    users = list(itertools.pairwise(kwargs["offsets"].tolist()))
+    spoiled = torch.zeros(len(fused), dtype=torch.bool, device="cuda")
+    for start, stop in users[1::2]:
+        spoiled[start:stop] = True
+
+    def results(value):
+        filled = [torch.where(spoiled.view(-1, *[1] * (x.ndim - 1)), value, x) for x in (fused, grad)]
+        return run(fp8(mode, kwargs), *filled, width)
+
+    clean = results(0.0)
+    for value in (float("nan"), float("inf")):
+        for name, got, wanted in zip(("output", "gradient"), results(value), clean, strict=True):
+            assert torch.equal(got[~spoiled], wanted[~spoiled]), f"{name} of the others with {value}"
+            for start, stop in users[1::2]:
+                assert not got[start:stop].isfinite().all(), f"{name} of the user of {stop - start} hides {value}"

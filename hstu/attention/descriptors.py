@@ -1,0 +1,56 @@
+"""TMA descriptors of attention's tensors for the Gluon kernels: what the hardware copies tiles by."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+except ImportError:  # No Triton, or one without Gluon: nothing asks for descriptors.
+    _ELEMENTS = {}
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether ``x`` lies on a GPU of compute capability 9.0."""
+    return x.is_cuda and _capability(x.device) == (9, 0)
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Whether TMA can take tiles of one head's rows of ``x`` (T, H, d).
+
+    Heads must lie side by side, rows start at multiples of 16 bytes.
+    """
+    num_heads, dim = x.shape[1:]
+    row, head, number = x.stride()
+    is_dense = number == 1 and (num_heads == 1 or head == dim) and row >= num_heads * dim
+    return is_dense and (row * x.element_size()) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def descriptor(x: Tensor, rows: int) -> Any:
+    """Of ``x`` (T, H, d), for tiles of ``rows`` rows of one head."""
+    num_rows, num_heads, dim = x.shape
+    layout = _layout(rows, dim, x.dtype)
+    return TensorDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim], layout)
+
+
+def matrix_descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    """Of a matrix, for tiles of ``rows`` by ``columns``."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """Of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _ELEMENTS[dtype])

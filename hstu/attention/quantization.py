@@ -1,0 +1,260 @@
+"""FP8 of attention's operands in plain PyTorch: which numbers share a scale, and the quantized tensors to the bit.
+
+The mode (``hstu_attn_quantization_mode``) says what one scale covers, of q, k, v and the output's gradient alike:
+
+==========  ==========================  ========  =====================================================
+mode        a scale for                 scales    descales
+==========  ==========================  ========  =====================================================
+fp8         nothing: a plain cast       "user"    (B, H), all 1; the gradient is scaled as "per-tensor"
+per-tensor  the tensor                  "user"    (B, H), all the same
+per-batch   a user                      "user"    (B, H), the same for all heads
+per-head    a user's head               "user"    (B, H)
+per-block   128 tokens of a user, head  "block"   (num_slots, H)
+1xdim       a token, head               "row"     (T, H); as columns of O = P v: (num_slots, H, d_v)
+==========  ==========================  ========  =====================================================
+
+Blocks start at a user's first token. In O = P v the sum runs over tokens, so that "1xdim" takes 128 tokens of a column
+there. A scale is 448 / amax, a descale its inverse. But for q, k and the gradient of "1xdim", what a scale covers has
+later tokens in it (with "per-tensor" other users too): they move the rounding of earlier ones, as in every
+implementation of these modes. So does the weight scale, a power of two a user and head, but only of what is tiny.
+The mask holds for all else.
+
+Numbers that are not finite become NaN, which no product hides, and don't count for an amax. What covers only zeros has
+scale 1. Tokens that belong to no user are zeros and count nowhere.
+
+Slots are those of :mod:`genrec.hstu.attention.triton` for blocks of 128: three users of 5, 200 and 130 tokens have, as
+the longest comes first, slots 4, 0 to 1 and 2 to 3 (200 // 128 + 1 = 2; 330 // 128 + 2 = 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from genrec.hstu.precision.formats import E4M3, saturating_cast
+
+BLOCK = 128
+SCALES = {
+    "fp8": "user",
+    "per-tensor": "user",
+    "per-batch": "user",
+    "per-head": "user",
+    "per-block": "block",
+    "1xdim": "row",
+    "128x1": "row",
+}
+# Descales stay normal float32 numbers, which nothing flushes to zero.
+MAX_SCALE = 2.0**126
+MAX_WEIGHT_EXPONENT = 60
+
+
+@dataclass(frozen=True)
+class FP8Tensor:
+    """e4m3 values and what takes them back: ``values * descale``, shapes as in the module's table."""
+
+    values: Tensor
+    descale: Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedBatch:
+    """The operands of an attention in FP8.
+
+    q, k: (T, H, d_qk). v: (T, H, d_v), for dP = dO v^T; None where no gradient is wanted. v_tiles: (num_slots, H, d_v,
+    128), for O = P v: blocks of v transposed, zeros beyond the user's end, keys in the order of ``KEY_ORDER``.
+    weight_scale: (B, H), the power of two that P = SiLU(S) is multiplied with before its cast.
+    """
+
+    q: FP8Tensor
+    k: FP8Tensor
+    v: FP8Tensor | None
+    v_tiles: FP8Tensor
+    weight_scale: Tensor
+
+
+def _key_order() -> tuple[int, ...]:
+    """Which key of a block lies at each place of a tile.
+
+    In each 16 keys, key 8 j + 2 c + e lies at 4 c + 2 j + e (j, e of 0..1, c of 0..3): the float32 accumulators of S
+    are then, in place, an FP8 operand of the next product.
+    """
+    within = [8 * j + 2 * c + e for c in range(4) for j in range(2) for e in range(2)]
+    return tuple(first + key for first in range(0, BLOCK, 16) for key in within)
+
+
+KEY_ORDER = _key_order()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of a batch lie: user (T,), B for rows of no user; slot and place (T,), which block, and where."""
+
+    user: Tensor
+    slot: Tensor
+    place: Tensor
+    num_users: int
+    num_slots: int
+
+    @staticmethod
+    def of(offsets: Tensor, num_rows: int) -> Places:
+        """Of users with these offsets among ``num_rows`` rows."""
+        num_users = offsets.shape[0] - 1
+        offsets = offsets.long()
+        starts = torch.cat([offsets, offsets.new_tensor([num_rows])])
+        lengths = starts.diff()
+        order = lengths.argsort(descending=True, stable=True)
+        tokens_before = lengths[order].cumsum(0) - lengths[order]
+        first_slot = torch.empty_like(order)
+        first_slot[order] = tokens_before // BLOCK + torch.arange(num_users + 1, device=offsets.device)
+        rows = torch.arange(num_rows, device=offsets.device)
+        user = torch.searchsorted(offsets, rows, right=True) - 1
+        places = rows - starts[user]
+        return Places(
+            user=user,
+            slot=first_slot[user] + places // BLOCK,
+            place=places % BLOCK,
+            num_users=num_users,
+            num_slots=num_slots(num_rows, num_users),
+        )
+
+
+def num_slots(num_rows: int, num_users: int) -> int:
+    """Blocks that the tokens of any such batch fit into."""
+    return num_rows // BLOCK + num_users + 1
+
+
+def grad_mode(mode: str) -> str:
+    """The mode of the output's gradient: unscaled, most of it would round to zero."""
+    return "per-tensor" if mode == "fp8" else mode
+
+
+def quantize_batch(
+    q: Tensor, k: Tensor, v: Tensor, *, mode: str, offsets: Tensor, alpha: float, needs_grad: bool = True
+) -> QuantizedBatch:
+    """q, k: (T, H, d_qk), v: (T, H, d_v), strided as they may be."""
+    places = Places.of(offsets, q.shape[0])
+    query, key = (quantize_rows(x, mode=mode, places=places) for x in (q, k))
+    return QuantizedBatch(
+        q=query,
+        k=key,
+        v=quantize_rows(v, mode=mode, places=places) if needs_grad else None,
+        v_tiles=_tiles(quantize_columns(v, mode=mode, places=places), places),
+        weight_scale=weight_scale(query, key, mode=mode, places=places, alpha=alpha),
+    )
+
+
+def quantize_rows(x: Tensor, *, mode: str, places: Places) -> FP8Tensor:
+    """x: (T, H, d) as an operand whose products are summed over d."""
+    amax = _magnitudes(x, places).amax(2)
+    scale = _scale(_shared_amax(amax, mode, places), mode)
+    return FP8Tensor(_cast(x, spread(scale, mode, places), places), _reciprocal(scale))
+
+
+def quantize_columns(x: Tensor, *, mode: str, places: Places) -> FP8Tensor:
+    """x: (T, H, d) as an operand whose products are summed over tokens."""
+    if SCALES[mode] != "row":
+        return quantize_rows(x, mode=mode, places=places)
+    amax = _largest_of(_magnitudes(x, places), places.slot, places.num_slots)
+    scale = _scale(amax, mode)
+    return FP8Tensor(_cast(x, scale[places.slot], places), _reciprocal(scale))
+
+
+def dequantize_rows(x: FP8Tensor, *, mode: str, places: Places, dtype: torch.dtype) -> Tensor:
+    """What the result of :func:`quantize_rows` stands for, (T, H, d)."""
+    return x.values.to(dtype) * spread(x.descale, mode, places).to(dtype)
+
+
+def dequantize_columns(x: FP8Tensor, *, mode: str, places: Places, dtype: torch.dtype) -> Tensor:
+    """What the result of :func:`quantize_columns` stands for, (T, H, d)."""
+    if SCALES[mode] != "row":
+        return dequantize_rows(x, mode=mode, places=places, dtype=dtype)
+    return x.values.to(dtype) * x.descale[places.slot].to(dtype)
+
+
+def weight_scale(q: FP8Tensor, k: FP8Tensor, *, mode: str, places: Places, alpha: float) -> Tensor:
+    """(B, H): the largest power of two that can't take P beyond 448, from 2^-60 to 2^60; 1 where P is 0.
+
+    |SiLU(S)| <= |S| <= alpha |q| |k|, with the norms of the longest rows of the user and head, as they are in FP8.
+    """
+    norms = [_largest_of(_norms(x, mode, places), places.user, places.num_users + 1)[:-1] for x in (q, k)]
+    bound = norms[0] * norms[1] * abs(alpha)
+    exponent = _exponent(torch.full_like(bound, E4M3.max) / bound).clamp(-MAX_WEIGHT_EXPONENT, MAX_WEIGHT_EXPONENT)
+    return torch.where(bound > 0, _power_of_two(exponent), 1.0)
+
+
+def spread(scale: Tensor, mode: str, places: Places) -> Tensor:
+    """(T, H, 1): each row's scale or descale; 1 for rows of no user."""
+    if SCALES[mode] == "row":
+        return scale[:, :, None]
+    if SCALES[mode] == "block":
+        return scale[places.slot][:, :, None]
+    return torch.cat([scale, scale.new_ones(1, scale.shape[1])])[places.user][:, :, None]
+
+
+def _magnitudes(x: Tensor, places: Places) -> Tensor:
+    """|x| in float32, 0 for what isn't finite or of no user."""
+    magnitudes = x.detach().float().abs()
+    counts = magnitudes.isfinite() & (places.user < places.num_users)[:, None, None]
+    return torch.where(counts, magnitudes, 0.0)
+
+
+def _shared_amax(amax: Tensor, mode: str, places: Places) -> Tensor:
+    """From (T, H) by row to what the mode's scales cover, in the shape of its descales."""
+    if SCALES[mode] == "row":
+        return amax
+    if SCALES[mode] == "block":
+        return _largest_of(amax, places.slot, places.num_slots)
+    by_head = _largest_of(amax, places.user, places.num_users + 1)[:-1]
+    if mode == "per-head" or by_head.numel() == 0:
+        return by_head
+    return by_head.amax(dim=(1,) if mode == "per-batch" else (0, 1), keepdim=True).expand(by_head.shape)
+
+
+def _largest_of(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """x: (T, ...) >= 0 -> (size, ...): the largest of all rows with an index, 0 where there are none."""
+    index = index.view(-1, *(1,) * (x.ndim - 1)).expand_as(x)
+    return x.new_zeros(size, *x.shape[1:]).scatter_reduce(0, index, x, "amax")
+
+
+def _scale(amax: Tensor, mode: str) -> Tensor:
+    # Tensors over tensors: torch makes a product with the reciprocal, which rounds twice, of a number over a tensor.
+    if mode == "fp8":
+        return torch.ones_like(amax)
+    return torch.where(amax > 0, (torch.full_like(amax, E4M3.max) / amax).clamp(max=MAX_SCALE), 1.0)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return torch.ones_like(scale) / scale
+
+
+def _cast(x: Tensor, scale: Tensor, places: Places) -> Tensor:
+    values = x.detach().float()
+    values = torch.where(values.isfinite(), values * scale, torch.nan)
+    return saturating_cast(torch.where((places.user < places.num_users)[:, None, None], values, 0.0), E4M3)
+
+
+def _norms(x: FP8Tensor, mode: str, places: Places) -> Tensor:
+    """(T, H): Euclidean norms of rows of FP8 values, without those that are NaN."""
+    values = x.values.float().nan_to_num(0.0)
+    return values.square().sum(2).sqrt() * spread(x.descale, mode, places)[:, :, 0]
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """floor(log2(x)) of normal float32 numbers, 128 of infinity."""
+    return (x.view(torch.int32) >> 23) - 127
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _tiles(columns: FP8Tensor, places: Places) -> FP8Tensor:
+    """Values (T, H, d) as (num_slots, H, d, 128) in ``KEY_ORDER``."""
+    values = columns.values.view(torch.uint8)  # which torch can index
+    tiles = values.new_zeros(places.num_slots, BLOCK, *values.shape[1:])
+    own = places.user < places.num_users
+    tiles[places.slot[own], places.place[own]] = values[own]
+    tiles = tiles[:, list(KEY_ORDER)].permute(0, 2, 3, 1).contiguous()
+    return replace(columns, values=tiles.view(E4M3.dtype))

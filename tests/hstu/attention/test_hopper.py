@@ -1,0 +1,61 @@
+"""What the Hopper kernels refuse, which the Triton kernels then serve. test_attention_gpu.py has what they compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from genrec.hstu.attention import hopper_backward, hopper_forward, launch
+from genrec.hstu.attention.mask import MaskRules
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As if tensors lay on such a GPU."""
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper_forward, "INTERPRETED", False)
+
+
+def draw(width, *, value_width=None, dtype=torch.bfloat16):
+    fused = torch.zeros(3, 2 * (2 * width + (value_width or width)), dtype=dtype)
+    q, k, v = fused.split([2 * width, 2 * width, 2 * (value_width or width)], dim=1)
+    return [x.unflatten(1, (2, -1)) for x in (q, k, v)]
+
+
+REQUEST = launch.Request(torch.tensor([0, 3]), None, None, 3, 1.0, MaskRules(), None)
+REFUSED = {
+    "float32": (draw(128, dtype=torch.float32), {}, "bfloat16 or float16"),
+    "another width": (draw(48), {}, "share a width of"),
+    "two widths": (draw(128, value_width=64), {}, "share a width of"),
+    "heads apart": ([x.transpose(0, 1).contiguous().transpose(0, 1) for x in draw(128)], {}, "TMA"),
+    "rows of odd bytes": ([torch.zeros(3, 257, dtype=torch.bfloat16)[:, :256].unflatten(1, (2, 128))] * 3, {}, "TMA"),
+    "a bias": (draw(128), {"bias": object()}, "bias"),
+}
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_refuses(case):
+    (q, k, v), changes, reason = REFUSED[case]
+    request = dataclasses.replace(REQUEST, **changes)
+    assert reason in hopper_forward.why_not(q, k, v, request)
+    assert reason in hopper_backward.why_not(q, k, v, v, request)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_it_serves(dtype):
+    q, k, v = draw(128, dtype=dtype)
+    assert hopper_forward.why_not(q, k, v, REQUEST) is None
+    assert hopper_backward.why_not(q, k, v, v, REQUEST) is None
+
+
+def test_other_devices():
+    q, k, v = draw(128)
+    assert "compute capability 9.0" in hopper_forward.why_not(q, k, v, REQUEST)
+    assert "compute capability 9.0" in hopper_backward.why_not(q, k, v, v, REQUEST)

@@ -1,0 +1,171 @@
+"""The kernels that quantize to FP8 are PyTorch to the bit: in Triton's interpreter, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from genrec.hstu.attention import launch, launch_fp8
+from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention.mask import MaskRules
+from genrec.hstu.attention.quantization import BLOCK, SCALES, Places, grad_mode, quantize_batch, quantize_rows
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+LENGTHS = (0, 1, 15, 16, 17, 127, 0, 128, 129, 300)
+PADDING = 5
+MODES = [mode for mode in SCALES if mode != "128x1"]
+
+
+def draw(*, width=32, value_width=40, dtype=torch.float32, heads=2):
+    """q, k, v as slices of a projection, magnitudes from 2^-12 to 2^12, with all that may befall numbers."""
+    rows = sum(LENGTHS) + PADDING
+    generator = torch.Generator().manual_seed(0)
+    widths = [heads * d for d in (value_width, value_width, width, width)]
+    fused = torch.randn(rows, sum(widths), generator=generator)
+    fused *= torch.exp2(torch.randint(-12, 12, (rows, 1), generator=generator).float())
+    starts = [0, *itertools.accumulate(LENGTHS)]
+    fused[starts[2] : starts[3]] = 0  # the user of 15: nothing but zeros
+    fused[starts[4] : starts[5]] *= 1e-41 if dtype == torch.float32 else 1e-7  # of 17: amax is subnormal
+    fused[starts[5] + 3] = 0
+    fused[starts[5] + 5, ::3] = float("nan")
+    fused[starts[7] + 5, 1::3] = float("inf")
+    fused[starts[8] + 5, ::2] = -float("inf")
+    fused[starts[8] + 6] = float("nan")
+    fused[starts[9] + 7, 3] = 60000.0
+    fused[-PADDING:] = float("nan")
+    _, v, q, k = (x.unflatten(1, (heads, -1)) for x in fused.to(DEVICE, dtype).split(widths, dim=1))
+    return q, k, v
+
+
+def request_of(lengths=LENGTHS, alpha=0.6):
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    return launch.Request(offsets, None, None, 100, alpha, MaskRules(), None)
+
+
+def run(q, k, v, request, mode, **kwargs):
+    """Of the kernels, and of PyTorch."""
+    schedule = launch.make_schedule(q, request)
+    mine = launch_fp8.quantize_batch(q, k, v, schedule, request, mode=mode, **{"needs_grad": True, **kwargs})
+    padded = [torch.nn.functional.pad(x, (0, launch.block_of(x.shape[2]) - x.shape[2])) for x in (q, k, v)]
+    return mine, quantize_batch(*padded, mode=mode, offsets=request.offsets, alpha=request.alpha)
+
+
+def assert_same(mine, truth, used=slice(None)):
+    """Equal where ``used``, NaN being NaN whatever its sign."""
+    assert mine.shape == truth.shape and mine.dtype == truth.dtype
+    mine, truth = mine.float()[used], truth.float()[used]
+    assert torch.equal(mine.isnan(), truth.isnan())
+    assert torch.equal(mine.nan_to_num(0.0), truth.nan_to_num(0.0))
+
+
+def written(mode, request, num_rows):
+    """Which descales there are: those of users with tokens, of slots with a block, of all rows."""
+    places = Places.of(request.offsets, num_rows)
+    slots = places.slot[places.user < request.num_users].unique()
+    return {"user": request.offsets.diff() > 0, "block": slots, "row": slice(None)}[SCALES[mode]], slots
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [*((mode, torch.float32) for mode in MODES), ("per-block", torch.float16), ("1xdim", torch.bfloat16)],
+    ids=str,
+)
+def test_same_bits_as_pytorch(mode, dtype):
+    request = request_of()
+    q, k, v = draw(dtype=dtype)
+    mine, truth = run(q, k, v, request, mode)
+    used, slots = written(mode, request, q.shape[0])
+    for a, b in zip((mine.q, mine.k, mine.v), (truth.q, truth.k, truth.v), strict=True):
+        assert_same(a.values, b.values)
+        assert_same(a.descale, b.descale, used)
+        assert a.descale[used].isfinite().all() and (a.descale[used] > 0).all()
+    assert_same(mine.v_tiles.values, truth.v_tiles.values, slots)
+    assert_same(mine.v_tiles.descale, truth.v_tiles.descale, slots if SCALES[mode] == "row" else used)
+    assert torch.equal(mine.weight_scale, truth.weight_scale)
+    assert mine.q.values[-PADDING:].float().eq(0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_the_output(mode):
+    """The same bits as PyTorch's, also where it is one number all over; scaled in every mode, the plain cast's too."""
+    request = request_of()
+    _, _, v = draw(value_width=64)
+    schedule = launch.make_schedule(v, request)
+    for grad in (v * 1e-6, torch.ones(1, 1, 1, device=DEVICE).expand(v.shape)):
+        mine = launch_fp8.quantize_grad(grad, schedule, request, mode=mode)
+        places = Places.of(request.offsets, v.shape[0])
+        truth = quantize_rows(grad, mode=grad_mode(mode), places=places)
+        assert_same(mine.values, truth.values)
+        assert_same(mine.descale, truth.descale, written(grad_mode(mode), request, v.shape[0])[0])
+        assert mine.values.float().nan_to_num(0.0).abs().max() == 448
+
+
+@pytest.mark.parametrize("mode", ["per-head", "1xdim"])
+@pytest.mark.parametrize(("width", "value_width"), [(32, 64), (64, 32), (128, 128), (256, 256), (8, 24)])
+def test_widths(mode, width, value_width):
+    request = request_of()
+    mine, truth = run(*draw(width=width, value_width=value_width, heads=1), request, mode)
+    slots = written(mode, request, mine.q.values.shape[0])[1]
+    for a, b in ((mine.q, truth.q), (mine.k, truth.k), (mine.v, truth.v)):
+        assert_same(a.values, b.values)
+    assert_same(mine.v_tiles.values, truth.v_tiles.values, slots)
+    assert torch.equal(mine.weight_scale, truth.weight_scale)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_gradient_there_is_no_v_by_rows(mode):
+    request = request_of()
+    q, k, v = draw(heads=1)
+    mine, truth = run(q, k, v, request, mode, needs_grad=False)
+    used, slots = written(mode, request, q.shape[0])
+    assert mine.v is None
+    assert_same(mine.v_tiles.values, truth.v_tiles.values, slots)
+    assert_same(mine.v_tiles.descale, truth.v_tiles.descale, slots if SCALES[mode] == "row" else used)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
+def test_no_tokens(mode, lengths):
+    for rows in (0, 3):
+        q, k, v = (x[:rows] for x in draw())
+        batch, _ = run(q, k, v, request_of(lengths), mode)
+        assert batch.q.values.shape[0] == rows and (batch.q.values.float() == 0).all()
+
+
+def test_other_layouts_of_the_inputs():
+    request = request_of()
+    q, k, v = draw(heads=2)
+    across = [x.permute(1, 2, 0).contiguous().permute(2, 0, 1) for x in (q, k, v)]
+    for a, b in zip((q, k, v), across, strict=True):
+        assert a.stride() != b.stride()
+    mine, other = run(q, k, v, request, "per-head")[0], run(*across, request, "per-head")[0]
+    assert_same(mine.q.values, other.q.values)
+    assert torch.equal(mine.weight_scale, other.weight_scale)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "per-tensor"])
+def test_permuting_users_permutes_the_bits(mode):
+    q, k, v = draw(heads=1)
+    order = [9, 3, 0, 7, 5, 1, 8, 2, 6, 4]
+    starts = [0, *itertools.accumulate(LENGTHS)]
+    rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order]).to(DEVICE)
+    together, _ = run(q, k, v, request_of(), mode)
+    permuted, _ = run(q[rows], k[rows], v[rows], request_of([LENGTHS[i] for i in order]), mode)
+    assert_same(permuted.q.values, together.q.values[rows])
+    assert torch.equal(permuted.weight_scale, together.weight_scale[order])
+
+
+def test_slots_of_the_schedule_are_those_of_places():
+    request = request_of()
+    q, _, _ = draw(heads=1)
+    schedule = launch.make_schedule(q, request)
+    places = Places.of(request.offsets, q.shape[0])
+    firsts = [i for i, length in enumerate(LENGTHS) if length]
+    starts = request.offsets[firsts]
+    assert schedule[2][firsts].tolist() == places.slot[starts].tolist()
+    assert places.slot.max() < q.shape[0] // BLOCK + len(LENGTHS) + 1
