@@ -1,10 +1,11 @@
-"""Which tiles are the fastest on this GPU: what hstu/attention/tuning.py is filled from.
+"""Which tiles are the fastest on this GPU: a file for TrainerArgs.attention_tiles, and what tuning.py is filled from.
 
     python benchmarks/attention_tiles.py [--dims 64 128 256] [--kernels forward key_grad query_grad] [--output FILE]
 
 Every candidate of the three attention kernels is compiled by a pool of processes, which fill Triton's cache, and then
 timed here: full causal bfloat16 sequences, random numbers, medians. Candidates that don't fit are left out with their
-error.
+error. The file's tables have the best of each kernel, all three of a width with one way to compute tanh and to load;
+"fused" is timed and left out of them, since no two runs with it are the same.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from timing import time_ms
 
 # "fused": key_grad's kernel doing query_grad's work too.
 KERNELS = ("forward", "key_grad", "query_grad", "fused")
+# Ways to compute tanh, and whether tiles are loaded by TMA.
+VARIANTS = (("approx", False), ("approx", True), ("approx_pair", True))
 RESULT = RESULTS / "attention_tiles.json"
 # Of the norm: bfloat16, summed in another order.
 TOLERANCE = 0.01
@@ -48,8 +51,7 @@ def candidates(kernel: str, dim: int) -> Iterator[Tiles]:
     rows_of = (16, 32, 64, 128) if keeps_keys else (64, 128)
     keys_of = (64, 128) if keeps_keys else (32, 64, 128)
     field = "key_grad" if kernel == "fused" else kernel
-    variants = (("approx", False), ("approx", True), ("approx_pair", True))
-    for rows, keys, warps, stages, (tanh, tma) in itertools.product(rows_of, keys_of, (4, 8), (2, 3, 4), variants):
+    for rows, keys, warps, stages, (tanh, tma) in itertools.product(rows_of, keys_of, (4, 8), (2, 3, 4), VARIANTS):
         kept, streamed = (keys, rows) if keeps_keys else (rows, keys)
         if warps == 8 and kept == 64 and dim < 256:
             continue  # a warp group takes 64 rows
@@ -114,6 +116,31 @@ def median_ms(function: Callable[[], object], *, repeats: int = 7) -> float:
     return statistics.median(time_ms(function, calls=1) for _ in range(repeats))
 
 
+def best_tiles(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """By width, the fields of the fastest :class:`Tiles`; without widths of which a kernel was not timed."""
+    timed = sorted((entry for entry in results if "ms" in entry), key=lambda entry: entry["ms"])
+    table = {}
+    for dim in sorted({entry["dim"] for entry in timed}):
+        choices = [_best_with(timed, dim, tanh, tma) for tanh, tma in VARIANTS]
+        whole = [choice for choice in choices if choice is not None]
+        if whole:
+            table[str(dim)] = min(whole, key=lambda choice: choice[0])[1]
+    return table
+
+
+def _best_with(timed: list[dict[str, Any]], dim: int, tanh: str, tma: bool) -> tuple[float, dict[str, Any]] | None:
+    """Milliseconds and fields of the fastest of each kernel; ``timed`` is in order of time."""
+    total, tiles = 0.0, {}
+    for kernel in ("forward", "key_grad", "query_grad"):
+        wanted = {"kernel": kernel, "dim": dim, "tanh": tanh, "tma": tma}
+        entry = next((entry for entry in timed if entry.items() >= wanted.items()), None)
+        if entry is None:
+            return None
+        total += entry["ms"]
+        tiles[kernel] = {field.name: entry[field.name] for field in dataclasses.fields(KernelTile)}
+    return total, {**tiles, "tanh": tanh, "tma": tma, "fused": False}
+
+
 def main() -> int:
     """Compile, time, print the best of each, write all."""
     parser = argparse.ArgumentParser(description="Times the tiles of the attention kernels.")
@@ -154,6 +181,7 @@ def main() -> int:
             **header("tiles of the attention kernels", "triton"),
             "length": args.length,
             "batch_size": args.batch_size,
+            "tables": {"triton": best_tiles(results)},
             "results": sorted(
                 results, key=lambda entry: (entry["dim"], entry["kernel"], entry.get("ms", float("inf")))
             ),

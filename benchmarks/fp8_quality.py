@@ -1,11 +1,17 @@
-"""Does FP8 cost accuracy? Trains one gin file in bfloat16 and with each FP8 recipe, several seeds of each.
+"""Does FP8 cost accuracy? Trains one gin file in bfloat16 and with parts of it in FP8, several seeds of each.
 
     python benchmarks/fp8_quality.py --dataset-path prepared/ml-100k [--gin-config-file movielens_ranking_fp8.gin]
         [--iters 2000] [--seeds 1 2 3] [--variants bf16 delayed tensorwise blockwise] [--jobs 4] [--output FILE]
+    python benchmarks/fp8_quality.py --dataset-path prepared/ml-100k --iters 5000 --eval-interval 500
+        --variants bf16 tensorwise attention tensorwise_attention --attention-mode per-head
+        --output benchmarks/results/fp8_attention_quality.json
 
-Every run is examples/pretrain_gr_ranking.py in a process of its own; --jobs of them share the device, so their speed
-says nothing. Writes the test AUC of every run, each variant's mean and its difference from bfloat16's with the standard
-error of that difference, whether every loss and metric was finite, and the loss curves, as JSON and as a picture.
+A variant is a recipe of the linears, "attention" in FP8 alone, or both; without a GPU, --gin-bindings
+"MixedPrecisionArgs.backend = 'emulated'". Every run is examples/pretrain_gr_ranking.py in a process of its own; --jobs
+of them share the device, so their speed says nothing. Writes the test AUC of every run, each variant's mean with its
+standard error and its difference from bfloat16's with that of the difference, whether every loss and metric was finite,
+and the curves, as JSON and as a picture. What an interrupted call has written is given back by --done: its runs count,
+and are not trained again.
 """
 
 from __future__ import annotations
@@ -16,13 +22,13 @@ import math
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from genrec.configs.schema import LINEAR_RECIPES
+from genrec.configs.schema import ATTENTION_QUANTIZATIONS, LINEAR_RECIPES
 from preset_runs import train_preset
 from reporting import RESULTS, header, write
 
@@ -37,11 +43,14 @@ VARIANTS = {
         "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
         "MixedPrecisionArgs.fp8_during_eval = True",
     ],
+    "attention": ["MixedPrecisionArgs.linear_recipe = None"],
+    **{f"{recipe}_attention": [f"MixedPrecisionArgs.linear_recipe = '{recipe}'"] for recipe in LINEAR_RECIPES},
 }
 
 
 def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run: variant, seed, whether all was finite, test metrics by protocol, [step, loss] and [step, valid AUC]."""
+    attention = args.attention_mode if variant.endswith("attention") else "bf16"
     bindings = [
         f"TrainerArgs.seed = {seed}",
         f"TrainerArgs.max_train_iters = {args.iters}",
@@ -50,6 +59,7 @@ def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) ->
         "DatasetArgs.dataset_name = 'ml-100k'",
         f"DatasetArgs.dataset_path = '{args.dataset_path.resolve()}'",
         *VARIANTS[variant],
+        f"MixedPrecisionArgs.hstu_attn_quantization_mode = '{attention}'",
         *args.gin_bindings,
     ]
     lines = train_preset(args.gin_config_file, bindings=bindings, output_dir=folder / f"{variant}_seed{seed}")
@@ -70,7 +80,7 @@ def train(variant: str, seed: int, *, args: argparse.Namespace, folder: Path) ->
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per variant and protocol: mean, standard deviation, difference from bfloat16 and its standard error."""
+    """Per variant and protocol: mean, its standard error, difference from bfloat16 and the error of that."""
     result: dict[str, Any] = {}
     variants = list(dict.fromkeys(run["variant"] for run in runs))
     for protocol in runs[0]["test"]:
@@ -78,6 +88,7 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
         base = aucs.get(BASE)
         for variant, values in aucs.items():
             row = {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+            row["mean_error"] = row["std"] / math.sqrt(len(values))
             if base is not None and variant != BASE and len(values) > 1:
                 error = math.sqrt(statistics.variance(values) / len(values) + statistics.variance(base) / len(base))
                 difference = row["mean"] - statistics.mean(base)
@@ -113,8 +124,8 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    """Train all, write, print; 1 if a run was not finite or a variant lies outside the bound."""
-    parser = argparse.ArgumentParser(description="Accuracy of FP8 recipes against bfloat16.")
+    """Train all, write, print; 1 if a run failed or was not finite, or a variant lies outside the bound."""
+    parser = argparse.ArgumentParser(description="Accuracy of FP8 against bfloat16.")
     parser.add_argument("--gin-config-file", default="movielens_ranking_fp8.gin")
     parser.add_argument("--gin-bindings", action="append", default=[])
     parser.add_argument("--dataset-path", type=Path, required=True)
@@ -122,30 +133,64 @@ def main() -> int:
     parser.add_argument("--eval-interval", type=int, default=0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[BASE, "delayed", "tensorwise", "blockwise"])
+    parser.add_argument("--attention-mode", choices=ATTENTION_QUANTIZATIONS[1:], default="per-head")
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--done", type=Path, help="an earlier output, whose runs are kept")
     parser.add_argument("--output", type=Path, default=RESULTS / "fp8_linear_quality.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [
-            pool.submit(train, variant, seed, args=args, folder=Path(folder))
-            for seed in args.seeds
-            for variant in args.variants
-        ]
-        runs = [job.result() for job in jobs]
     report = {
         **header("accuracy of FP8", "transformer_engine", "triton", "fbgemm_gpu", "torchrec"),
         "gin_file": args.gin_config_file,
         "gin_bindings": args.gin_bindings,
+        "attention_mode": args.attention_mode,
         "iters": args.iters,
-        "summary": compare(runs),
-        "runs": runs,
+        "summary": {},
+        "failed": [],
+        "runs": [],
     }
+    runs: list[dict[str, Any]] = report["runs"]
+    if args.done is not None:
+        runs += [run for run in finished(args.done, report) if run["variant"] in args.variants]
+    train_missing(report, args)
+    if not runs:
+        return 1
+    runs.sort(key=lambda run: (args.variants.index(run["variant"]), run["seed"]))
+    report["summary"] = compare(runs)
     write(report, args.output)
     plot(runs, args.output.with_suffix(".png"))
     print(json.dumps(report["summary"], indent=1))
     rows = [row for variant in report["summary"].values() for row in variant.values() if isinstance(row, dict)]
     good = all(run["finite"] for run in runs) and all(row.get("within", True) for row in rows)
-    return 0 if good else 1
+    return 0 if good and not report["failed"] else 1
+
+
+def train_missing(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Train what ``report`` has no run of, several at a time, and write it after each of them."""
+    done = {(run["variant"], run["seed"]) for run in report["runs"]}
+    wanted = [(variant, seed) for seed in args.seeds for variant in args.variants if (variant, seed) not in done]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        jobs = {
+            pool.submit(train, variant, seed, args=args, folder=Path(folder)): (variant, seed)
+            for variant, seed in wanted
+        }
+        for job in as_completed(jobs):
+            try:
+                report["runs"].append(job.result())
+            except SystemExit as error:  # the run failed, and this is its log
+                variant, seed = jobs[job]
+                report["failed"].append({"variant": variant, "seed": seed, "log": str(error)})
+                print(error, file=sys.stderr)
+            write(report, args.output)
+
+
+def finished(path: Path, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of an earlier output; exits where it was made otherwise."""
+    earlier: dict[str, Any] = json.loads(path.read_text())
+    for name in ("gin_file", "gin_bindings", "attention_mode", "iters", "device"):
+        if earlier[name] != report[name]:
+            raise SystemExit(f"{path} has {name} {earlier[name]!r}, and this call {report[name]!r}")
+    runs: list[dict[str, Any]] = earlier["runs"]
+    return runs
 
 
 if __name__ == "__main__":

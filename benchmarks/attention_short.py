@@ -1,0 +1,124 @@
+"""HSTU attention of short users: ours beside the Triton kernels of Meta's generative-recommenders, launches included.
+
+    python benchmarks/attention_short.py --meta CLONE [--dims 64 128 256] [--output FILE]
+
+512 users of 40 to 700 tokens, log-uniform, mean about 230, with targets: here the launches count as much as the
+products. Meta's kernels try all of their own configurations first, compiled by a pool of processes that fill Triton's
+cache; ours take those of our table. The rest is as in attention.py, whose cases and timing these are.
+
+--meta: a clone of facebookresearch/generative-recommenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import importlib
+import math
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import DIRECTIONS, Case, Contender, Inputs, check_agreement, draw, measure, ours
+from reporting import RESULTS, header, write
+
+RESULT = RESULTS / "attention_short.json"
+NUM_USERS, SHORTEST, LONGEST, NUM_TARGETS = 512, 40, 700, 20
+
+
+def make_case(dim: int, num_heads: int) -> Case:
+    """Users without contexts, which Meta's kernels have for all users alike and under another mask."""
+    places = torch.rand(NUM_USERS, generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = tuple(round(SHORTEST * (LONGEST / SHORTEST) ** place) for place in places)
+    return Case("jagged short", lengths, dim, num_heads, num_targets=NUM_TARGETS)
+
+
+def load(clone: Path) -> ModuleType:
+    """Meta's module of Triton attention."""
+    sys.path.insert(0, str(clone))
+    return importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
+
+
+def meta(module: ModuleType, inputs: Inputs) -> Contender:
+    """Meta's autograd function, on the same slices; it divides by the longest length."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs.qkv)
+    longest = max(inputs.case.lengths)
+
+    def forward() -> Tensor:
+        output: Tensor = module.triton_hstu_mha(
+            N=longest,
+            alpha=1 / math.sqrt(inputs.case.dim),
+            q=q,
+            k=k,
+            v=v,
+            seq_offsets=inputs.offsets,
+            num_targets=inputs.num_targets,
+            sort_by_length=True,
+        )
+        return output
+
+    def forward_only() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (forward(),)
+
+    output = forward()
+    return {
+        "forward": forward_only,
+        "backward": lambda: torch.autograd.grad(output, (q, k, v), inputs.grad, retain_graph=True),
+        "both": lambda: torch.autograd.grad(forward(), (q, k, v), inputs.grad),
+    }
+
+
+def compile_share(clone: Path, case: Case, share: int, num_shares: int) -> None:
+    """Compile every ``num_shares``-th configuration of Meta's kernels into Triton's cache. In a process of its own."""
+    module = load(clone)
+    for kernel in (module._hstu_attn_fwd, module._hstu_attn_bwd):
+        kernel.configs = kernel.configs[share::num_shares] or kernel.configs[:1]
+    meta(module, draw(case, torch.bfloat16))["both"]()
+    torch.cuda.synchronize()
+
+
+def main() -> int:
+    """Compile, tune, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--meta", type=Path, required=True, help="a clone of generative-recommenders")
+    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128, 256))
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--round-ms", type=float, default=30.0, help="how long a contender runs in each round")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    report: dict[str, Any] = {**header("HSTU attention of short users", "triton"), "peer": "Meta's Triton kernels"}
+    report |= {"rounds": args.rounds, "results": []}
+    context = multiprocessing.get_context("spawn")
+    for dim in args.dims:
+        case = make_case(dim, args.num_heads)
+        start = time.perf_counter()
+        with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=context) as pool:
+            compile_all = functools.partial(compile_share, args.meta, case, num_shares=args.processes)
+            list(pool.map(compile_all, range(args.processes)))
+        module, inputs = load(args.meta), draw(case, torch.bfloat16)
+        contenders = {"ours": ours(inputs), "meta": meta(module, inputs)}
+        entry: dict[str, Any] = {"case": case.name, "dim": dim, "num_heads": args.num_heads}
+        entry |= {"num_users": len(case.lengths), "num_tokens": sum(case.lengths)}
+        entry["difference"] = check_agreement(contenders["ours"], contenders["meta"])
+        entry["peer_configurations"] = [str(x.best_config) for x in (module._hstu_attn_fwd, module._hstu_attn_bwd)]
+        entry |= measure(contenders, case, rounds=args.rounds, round_ms=args.round_ms)
+        report["results"].append(entry)
+        ratios = ", ".join(f"{name} {entry[name]['ratio to meta']:.2f}x" for name in DIRECTIONS)
+        print(f"d = {dim}: {ratios} as fast as Meta's ({time.perf_counter() - start:.0f} s)", flush=True)
+        write(report, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
