@@ -29,13 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_cases import FULL_LENGTHS as FULL_LENGTHS
-from attention_cases import Case as Case
-from attention_cases import Contender as Contender
-from attention_cases import Inputs as Inputs
-from attention_cases import draw as draw
-from attention_cases import make_cases
-from attention_cases import ours as ours
+from attention_cases import DIRECTIONS, FULL_LENGTHS, Case, Contender, Inputs, draw, make_cases, ours
 from attention_compile import compile_times
 from attention_peer import NAME, load_peer, peer, peer_fp8
 from attention_plot import plot
@@ -43,7 +37,6 @@ from genrec.configs.schema import ATTENTION_QUANTIZATIONS
 from reporting import RESULTS, header, write
 from timing import time_ms
 
-DIRECTIONS = ("forward", "backward", "both")
 # Of the norm. bfloat16 rounds by 0.002 and both sides round several times; e4m3 by 0.03, in four operands.
 TOLERANCE, FP8_TOLERANCE = 0.02, 0.15
 RESULT = RESULTS / "attention.json"

@@ -13,6 +13,7 @@ from genrec.hstu.attention import hstu_attention
 
 FULL_LENGTHS = (512, 1024, 2048, 4096, 8192)
 FLOP_FACTOR = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+DIRECTIONS = tuple(FLOP_FACTOR)
 # Name, users, shortest and longest; lengths between them are log-uniform, which is Zipf's law of exponent 1.
 JAGGED = (("jagged long", 32, 128, 8192), ("jagged short", 512, 40, 700))
 
@@ -48,9 +49,14 @@ def make_cases(*, dims: Sequence[int], lengths: Sequence[int], batch_size: int, 
         for length in lengths:
             yield Case(f"full {length}", (length,) * batch_size, dim, num_heads)
         for name, users, shortest, longest in JAGGED:
-            places = torch.rand(users, generator=torch.Generator().manual_seed(0)).tolist()
-            drawn = tuple(round(shortest * (longest / shortest) ** place) for place in places)
+            drawn = draw_lengths(users, shortest, longest)
             yield Case(name, drawn, dim, num_heads, num_contexts=2, num_targets=20)
+
+
+def draw_lengths(num_users: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Log-uniform, the same in every call."""
+    places = torch.rand(num_users, generator=torch.Generator().manual_seed(0)).tolist()
+    return tuple(round(shortest * (longest / shortest) ** place) for place in places)
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,11 @@ def ours(inputs: Inputs, backend: str = "triton", quantization: str = "bf16") ->
             quantization=quantization,
         )
 
+    return differentiated(forward, (q, k, v), inputs.grad)
+
+
+def differentiated(forward: Callable[[], Tensor], qkv: tuple[Tensor, ...], grad: Tensor) -> Contender:
+    """The three directions of a function of q, k and v that autograd knows; calls it once."""
     output = forward()
 
     def forward_only() -> tuple[Tensor, ...]:
@@ -119,6 +130,6 @@ def ours(inputs: Inputs, backend: str = "triton", quantization: str = "bf16") ->
 
     return {
         "forward": forward_only,
-        "backward": lambda: torch.autograd.grad(output, (q, k, v), inputs.grad, retain_graph=True),
-        "both": lambda: torch.autograd.grad(forward(), (q, k, v), inputs.grad),
+        "backward": lambda: torch.autograd.grad(output, qkv, grad, retain_graph=True),
+        "both": lambda: torch.autograd.grad(forward(), qkv, grad),
     }

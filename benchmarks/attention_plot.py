@@ -9,7 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-DIRECTIONS = ("forward", "backward", "both")
+from attention_cases import DIRECTIONS
+
 NUM_COLUMNS = 3
 # Of what is no ratio: the share of the card's dense products that ours reaches in bfloat16.
 SHARE = "ours"

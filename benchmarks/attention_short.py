@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import DIRECTIONS, Case, Contender, Inputs, check_agreement, draw, measure, ours
+from attention import check_agreement, measure
+from attention_cases import DIRECTIONS, Case, Contender, Inputs, differentiated, draw, draw_lengths, ours
 from reporting import RESULTS, header, write
 
 RESULT = RESULTS / "attention_short.json"
@@ -36,8 +37,7 @@ NUM_USERS, SHORTEST, LONGEST, NUM_TARGETS = 512, 40, 700, 20
 
 def make_case(dim: int, num_heads: int) -> Case:
     """Users without contexts, which Meta's kernels have for all users alike and under another mask."""
-    places = torch.rand(NUM_USERS, generator=torch.Generator().manual_seed(0)).tolist()
-    lengths = tuple(round(SHORTEST * (LONGEST / SHORTEST) ** place) for place in places)
+    lengths = draw_lengths(NUM_USERS, SHORTEST, LONGEST)
     return Case("jagged short", lengths, dim, num_heads, num_targets=NUM_TARGETS)
 
 
@@ -65,16 +65,7 @@ def meta(module: ModuleType, inputs: Inputs) -> Contender:
         )
         return output
 
-    def forward_only() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (forward(),)
-
-    output = forward()
-    return {
-        "forward": forward_only,
-        "backward": lambda: torch.autograd.grad(output, (q, k, v), inputs.grad, retain_graph=True),
-        "both": lambda: torch.autograd.grad(forward(), (q, k, v), inputs.grad),
-    }
+    return differentiated(forward, (q, k, v), inputs.grad)
 
 
 def compile_share(clone: Path, case: Case, share: int, num_shares: int) -> None:

@@ -28,6 +28,22 @@ class RelativeBias:
     key_times: Tensor
 
 
+def tensors_of(bias: RelativeBias | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Its four tensors one by one, as autograd takes them; four times None for no bias."""
+    if bias is None:
+        return (None, None, None, None)
+    return (bias.position_weight, bias.time_weight, bias.query_times, bias.key_times)
+
+
+def bias_of(
+    position_weight: Tensor | None, time_weight: Tensor | None, query_times: Tensor | None, key_times: Tensor | None
+) -> RelativeBias | None:
+    """What :func:`tensors_of` took apart."""
+    if position_weight is None or time_weight is None or query_times is None or key_times is None:
+        return None
+    return RelativeBias(position_weight, time_weight, query_times, key_times)
+
+
 def position_index(rows: Tensor, columns: Tensor, *, history_end: Tensor, num_weights: int) -> Tensor:
     """Which position weight a pair uses. Targets all stand at ``history_end``; the arguments broadcast.
 

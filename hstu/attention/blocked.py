@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from genrec.hstu.attention.bias import RelativeBias
+from genrec.hstu.attention.bias import RelativeBias, bias_of, tensors_of
 from genrec.hstu.attention.emulation import forward_operands, round_weights, scale_of_group, score_operands
 from genrec.hstu.attention.groups import UserGroup
 from genrec.hstu.attention.mask import MaskRules
@@ -47,10 +47,7 @@ def blocked_attention(
     if plan.num_tokens > q.shape[0]:
         raise ValueError(f"offsets end at {plan.num_tokens}, but there are only {q.shape[0]} rows")
     settings = _Settings(alpha, 1.0 / scaling_seqlen, quantization)
-    bias_tensors: tuple[Tensor | None, ...] = (None,) * 4
-    if bias is not None:
-        bias_tensors = (bias.position_weight, bias.time_weight, bias.query_times, bias.key_times)
-    output: Tensor = _BlockedAttention.apply(plan, settings, offsets, q, k, v, *bias_tensors)
+    output: Tensor = _BlockedAttention.apply(plan, settings, offsets, q, k, v, *tensors_of(bias))
     return output
 
 
@@ -83,7 +80,7 @@ class _BlockedAttention(torch.autograd.Function):
         output[plan.num_tokens :] = 0
         scratch = Scratch(plan, q, buffers=1)
         for group, tiles in plan.groups:
-            scores = GroupScores(group, plan.rules, _bias_of(bias_tensors), alpha)
+            scores = GroupScores(group, plan.rules, bias_of(*bias_tensors), alpha)
             query, key, value = (group.gather(x, dtype=scratch.dtype) for x in (operands.q, operands.k, operands.v))
             scale = operands.weight_scale
             scale = None if scale is None else scale_of_group(group, scale, dtype=scratch.dtype)
@@ -95,7 +92,7 @@ class _BlockedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         offsets, q, k, v, *bias_tensors = ctx.saved_tensors
-        plan, settings, bias = ctx.plan, ctx.settings, _bias_of(tuple(bias_tensors))
+        plan, settings, bias = ctx.plan, ctx.settings, bias_of(*bias_tensors)
         grads = [x.new_empty(x.shape) for x in (q, k, v)]
         for grad in grads:
             grad[plan.num_tokens :] = 0
@@ -190,10 +187,3 @@ def _group_backward(
 
 def _zeros_like(x: Tensor) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
-
-
-def _bias_of(tensors: tuple[Tensor | None, ...]) -> RelativeBias | None:
-    position_weight, time_weight, query_times, key_times = tensors
-    if position_weight is None or time_weight is None or query_times is None or key_times is None:
-        return None
-    return RelativeBias(position_weight, time_weight, query_times, key_times)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from genrec.hstu.attention.triton import INTERPRETED
+
 try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -18,8 +20,8 @@ except ImportError:  # No Triton, or one without Gluon: nothing asks for descrip
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Whether ``x`` lies on a GPU of compute capability 9.0."""
-    return x.is_cuda and _capability(x.device) == (9, 0)
+    """Whether ``x`` lies on a GPU of compute capability 9.0, and kernels are compiled, not interpreted."""
+    return x.is_cuda and not INTERPRETED and _capability(x.device) == (9, 0)
 
 
 def has_whole_rows(x: Tensor) -> bool:

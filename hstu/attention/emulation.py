@@ -24,6 +24,7 @@ from genrec.hstu.attention.quantization import (
     grad_mode,
     quantize_columns,
     quantize_rows,
+    spread_users,
     weight_scale,
 )
 from genrec.hstu.precision.formats import E4M3, saturating_cast
@@ -62,7 +63,7 @@ def forward_operands(q: Tensor, k: Tensor, v: Tensor, *, mode: str, offsets: Ten
         dequantize_rows(query, mode=mode, places=places, dtype=dtype),
         dequantize_rows(key, mode=mode, places=places, dtype=dtype),
         dequantize_columns(value, mode=mode, places=places, dtype=dtype),
-        weight_scale=torch.cat([scale, scale.new_ones(1, q.shape[1])])[places.user][:, :, None],
+        weight_scale=spread_users(scale, places),
     )
 
 

@@ -9,21 +9,23 @@ over is set to zero there, in shared memory.
 With 256 dims the sums of dK and dV fill the registers of two warp groups. One computes S = K Q^T, P and dV = P^T dO,
 and hands SiLU'(S) to the other, which computes dP = V dO^T, dS and dK = dS^T Q; a warp beside them loads.
 
-In FP8 (SCALES other than "none") S and dP are made of quantised operands, the ``x8`` and what a docstring names, and
+In FP8 (SCALES other than "none") S and dP are made of quantized operands, the ``x8`` and what a docstring names, and
 tiles start at multiples of their size; dV, dK and dQ are made of q, k and dO as they came.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from genrec.hstu.attention import triton as kernels
 from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper
-from genrec.hstu.attention.tuning import tunable
+from genrec.hstu.attention.quantization import ScoreTensors
+from genrec.hstu.attention.request import Request
+from genrec.hstu.attention.tuning import check_number, tunable
 
 try:
     from triton.experimental import gluon as gluon
@@ -38,9 +40,6 @@ try:
     )
 except ImportError:  # No Triton, or one without Gluon: the Triton kernels serve.
     gluon = None
-
-if TYPE_CHECKING:
-    from genrec.hstu.attention.launch import Request, ScoreTensors
 
 _FP8_BLOCK = kernels._FP8_BLOCK
 _align_spans = kernels._align_spans
@@ -438,7 +437,7 @@ def split_key_grad_kernel(
 ):  # fmt: skip
     """Gradients of a tile of keys and their values, dV in one warp group and dK in another.
 
-    In FP8 ``k_tiles``, ``v_tiles``, ``q8_tiles`` and ``g8_tiles`` are of the quantised tensors.
+    In FP8 ``k_tiles``, ``v_tiles``, ``q8_tiles`` and ``g8_tiles`` are of the quantized tensors.
     """
     head = gl.program_id(0) % num_heads
     slot = gl.program_id(0) // num_heads
@@ -816,7 +815,7 @@ def query_grad_kernel(
 ):  # fmt: skip
     """Gradient of a tile of rows' queries.
 
-    In FP8 ``q_tiles``, ``v_tiles``, ``g_tiles`` and ``k8_tiles`` are of the quantised tensors.
+    In FP8 ``q_tiles``, ``v_tiles``, ``g_tiles`` and ``k8_tiles`` are of the quantized tensors.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, KEYS, 16 if SCALES == "none" else 32]
@@ -914,7 +913,8 @@ def query_grad_kernel(
 class KeyTile:
     """Of dK and dV: rows against keys that a program takes at a time, and how many tiles of rows are in flight.
 
-    split: dV and dK in a warp group each, beside which num_warps is 4. Else one has 64 keys or fewer, and both.
+    split: one group of four warps sums dV, a second one dK, and num_warps is that of a group. Otherwise each group of
+    four warps sums both, of 64 keys at most.
     """
 
     rows: int
@@ -922,6 +922,12 @@ class KeyTile:
     num_warps: int
     stages: int
     split: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("rows", self.rows, 16, 128, power_of_two=True)
+        check_number("keys", self.keys, 64, 128, power_of_two=True)
+        check_number("num_warps", self.num_warps, 4, 4 if self.split else 8, power_of_two=True)
+        check_number("stages", self.stages, 2, 8)  # with one, a tile would be overwritten while it is in use
 
 
 @dataclass(frozen=True)
@@ -937,6 +943,13 @@ class QueryTile:
     key_stages: int
     value_stages: int
     held: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("rows", self.rows, 64, 128, power_of_two=True)
+        check_number("keys", self.keys, 16, 128, power_of_two=True)
+        check_number("num_warps", self.num_warps, 4, 8, power_of_two=True)
+        check_number("key_stages", self.key_stages, 2, 8)  # with one, keys would be overwritten while they are in use
+        check_number("value_stages", self.value_stages, 1, 8)
 
 
 @dataclass(frozen=True)
@@ -1032,13 +1045,16 @@ def backward(
     scored = (None,) * 4 if fp8 is None else (fp8.q.values, fp8.k.values, fp8.v.values, fp8.grad.values)
     descales = (None,) * 4 if fp8 is None else (fp8.q.descale, fp8.k.descale, fp8.v.descale, fp8.grad.descale)
     q8, k8, v8, grad8 = scored
-    batch = _batch(q, schedule, request)
-    constants = _constants(q, request, fp8)
-    tiles = _table("none" if fp8 is None else fp8.scales)[q.shape[2]]
+    scales = "none" if fp8 is None else fp8.scales
+    batch = (schedule, *request.users(), *request.sizes(q), *request.factors())
+    constants = {"DIM": q.shape[2], **request.mask_constants(), "SCALES": scales}
+    tiles = _table(scales)[q.shape[2]]
     by_key, by_query = tiles.key, tiles.query
     rows, keys = by_key.rows, by_key.keys
+    if by_key.split and fp8 is not None and 4 * rows > q.shape[2]:  # slopes lie where v was
+        raise ValueError(f"split FP8 tiles have at most {q.shape[2] // 4} rows where heads are {q.shape[2]} wide")
     kernel, options = (split_key_grad_kernel, {"REGISTERS": _REGISTERS}) if by_key.split else (key_grad_kernel, {})
-    kernel[_grid(q, request, keys)](
+    kernel[request.grid(q, keys)](
         *_descriptors((q, rows), (k if k8 is None else k8, keys), (v if v8 is None else v8, keys), (grad_output, rows)),
         *_descriptors((q8, rows), (grad8, rows)),
         *(*descales, dk, dv, dk.stride(0), *batch),
@@ -1051,7 +1067,7 @@ def backward(
     )
     rows, keys = by_query.rows, by_query.keys
     query, value, of_output = (q, v, grad_output) if fp8 is None else (q8, v8, grad8)
-    query_grad_kernel[_grid(q, request, rows)](
+    query_grad_kernel[request.grid(q, rows)](
         *_descriptors((query, rows), (k, keys), (value, keys), (of_output, rows), (k8, keys)),
         *(*descales, dq, dq.stride(0), *batch),
         ROWS=rows,
@@ -1068,29 +1084,6 @@ def backward(
 _REGISTERS = 240
 
 
-def _batch(q: Tensor, schedule: Tensor, request: Request) -> tuple[Any, ...]:
-    users = (request.offsets, request.num_contexts, request.num_targets)
-    pointers = [request.offsets if x is None else x.contiguous() for x in users]
-    sizes = (request.num_users, q.shape[0], q.shape[1])
-    masking = (request.rules.max_attn_len, request.rules.target_group_size)
-    return (schedule, *pointers, *sizes, *masking, request.alpha / 2, 1.0 / request.scaling_seqlen)
-
-
-def _constants(q: Tensor, request: Request, fp8: ScoreTensors | None) -> dict[str, Any]:
-    return {
-        "DIM": q.shape[2],
-        "CAUSAL": request.rules.causal,
-        "CONTEXTS": "none" if request.num_contexts is None else request.rules.contextual_mask,
-        "TARGETS": request.num_targets is not None,
-        "WINDOW": request.rules.max_attn_len > 0,
-        "SCALES": "none" if fp8 is None else fp8.scales,
-    }
-
-
 def _descriptors(*tensors: tuple[Tensor | None, int]) -> list[Any]:
     """TMA descriptors of (T, H, d), each for tiles of so many rows of one head; None of None."""
     return [None if x is None else descriptor(x, rows) for x, rows in tensors]
-
-
-def _grid(q: Tensor, request: Request, block: int) -> tuple[int]:
-    return ((q.shape[0] // block + request.num_users + 1) * q.shape[1],)

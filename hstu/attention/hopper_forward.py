@@ -21,12 +21,14 @@ one a row of q and k and one a block and column of v ("row").
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper, matrix_descriptor
+from genrec.hstu.attention.quantization import BLOCK, QuantizedBatch
+from genrec.hstu.attention.request import Request, device_of, strides
 from genrec.hstu.attention.triton import (
     INTERPRETED,
     _key_spans,
@@ -37,7 +39,7 @@ from genrec.hstu.attention.triton import (
     _visible,
     triton,
 )
-from genrec.hstu.attention.tuning import tunable
+from genrec.hstu.attention.tuning import check_number, tunable
 
 try:
     from triton.experimental import gluon
@@ -53,13 +55,8 @@ try:
 except ImportError:  # genrec imports without it; ``why_not`` says so.
     gluon = None
 
-if TYPE_CHECKING:
-    from genrec.hstu.attention.launch import Request
-    from genrec.hstu.attention.quantization import QuantizedBatch
-
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 GROUP_ROWS = 64  # what one warp group's matrix instruction takes
-SLOT_KEYS = 128  # tokens a block of quantised values has
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,14 @@ class HopperTile:
     registers: int
     early: bool = False
     query_in_registers: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("groups", self.groups, 1, 2)
+        check_number("keys", self.keys, 16, 128, power_of_two=True)
+        # With one, a program would wait for a tile that it loads later.
+        check_number("key_stages", self.key_stages, 2, 8)
+        check_number("value_stages", self.value_stages, 2, 8)
+        check_number("registers", self.registers, 24, 255)
 
 
 # By the width of heads, the best of those tried on an H200 with Triton 3.6 at L = 4096. More registers a thread mean
@@ -558,20 +563,20 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, request: Request) -> str | None:
         return f"q, k and v must share bfloat16 or float16, not {q.dtype}, {k.dtype}, {v.dtype}"
     if not all(has_whole_rows(x) for x in (q, k, v)):
         return "TMA takes heads that lie side by side, in rows that start at multiples of 16 bytes"
-    return _why_none(q, v, request, HALF_PRECISION_TILES)
+    return _why_not_here(q, v, request, HALF_PRECISION_TILES)
 
 
 def why_not_fp8(v: Tensor, batch: QuantizedBatch, request: Request, scales: str) -> str | None:
     """Why :func:`forward_fp8` can't serve the request; None if it can. v: before it was quantized."""
     if v.dtype not in HALF_PRECISION:
         return f"the output is bfloat16 or float16, not {v.dtype}"
-    return _why_none(batch.q.values, v, request, _fp8_tiles(scales))
+    return _why_not_here(batch.q.values, v, request, _fp8_tiles(scales))
 
 
-def _why_none(q: Tensor, v: Tensor, request: Request, tiles: dict[int, HopperTile]) -> str | None:
+def _why_not_here(q: Tensor, v: Tensor, request: Request, tiles: dict[int, HopperTile]) -> str | None:
     if gluon is None or triton is None:
         return "Triton with Gluon is not installed"
-    if INTERPRETED or not is_hopper(q):
+    if not is_hopper(q):
         return "it needs a GPU of compute capability 9.0"
     if q.shape[2] not in tiles or v.shape[2] != q.shape[2]:
         return f"heads of q and v share a width of {', '.join(map(str, tiles))}, not {q.shape[2]} and {v.shape[2]}"
@@ -591,7 +596,7 @@ def forward_fp8(batch: QuantizedBatch, output: Tensor, schedule: Tensor, request
     value = batch.v_tiles.values
     dim = value.shape[2]
     tile = _fp8_tiles(scales)[dim]
-    values = matrix_descriptor(value.view(-1, SLOT_KEYS), dim, tile.keys)
+    values = matrix_descriptor(value.view(-1, BLOCK), dim, tile.keys)
     descales = (batch.q.descale, batch.k.descale, batch.v_tiles.descale, batch.weight_scale)
     _launch(batch.q.values, batch.k.values, values, descales, output, schedule, request, tile, scales)
 
@@ -604,30 +609,19 @@ def _launch(
     q: Tensor,
     k: Tensor,
     values: Any,
-    scales: tuple[Tensor, ...],
+    descales: tuple[Tensor, ...],
     output: Tensor,
     schedule: Tensor,
     request: Request,
     tile: HopperTile,
-    scaling: str,
+    scales: str,
 ) -> None:
-    num_rows, num_heads, dim = q.shape
-    num_slots = num_rows // (GROUP_ROWS * tile.groups) + request.num_users + 1
-    offsets, num_contexts, num_targets = request.pointers()[:3]
-    with torch.cuda.device(q.device):
-        forward_kernel[(num_slots * num_heads,)](
-            descriptor(q, GROUP_ROWS),
-            descriptor(k, tile.keys),
-            values,
-            output,
-            *scales,
-            schedule,
-            *(offsets, num_contexts, num_targets),
-            *output.stride()[:2],
-            *(request.num_users, num_rows, num_heads),
-            *(request.rules.max_attn_len, request.rules.target_group_size),
-            *(request.alpha / 2, 1.0 / request.scaling_seqlen),
-            DIM=dim,
+    """values: the descriptor of v or of its tiles; descales: of q, k, v and the weights, never read if "none"."""
+    with device_of(q):
+        forward_kernel[request.grid(q, GROUP_ROWS * tile.groups)](
+            *(descriptor(q, GROUP_ROWS), descriptor(k, tile.keys), values, output, *descales, schedule),
+            *(*request.users(), *strides(output), *request.sizes(q), *request.factors()),
+            DIM=q.shape[2],
             KEYS=tile.keys,
             GROUPS=tile.groups,
             K_STAGES=tile.key_stages,
@@ -635,11 +629,8 @@ def _launch(
             EARLY=tile.early,
             QUERY_IN_REGISTERS=tile.query_in_registers,
             REGISTERS=tile.registers,
-            SCALES=scaling,
-            CAUSAL=request.rules.causal,
-            CONTEXTS="none" if request.num_contexts is None else request.rules.contextual_mask,
-            TARGETS=request.num_targets is not None,
-            WINDOW=request.rules.max_attn_len > 0,
+            SCALES=scales,
+            **request.mask_constants(),
             num_warps=4,
             maxnreg=tile.registers,
         )

@@ -17,8 +17,6 @@ from genrec.hstu.attention.cutlass import NOT_INSTALLED, cutlass_attention
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.operators import triton_attention, why_not
 
-AVAILABLE_BACKENDS = ("pytorch", "triton", "cutlass")
-
 _ATTENTION = {"pytorch": blocked_attention, "triton": triton_attention}
 
 _logger = logging.getLogger(__name__)
@@ -82,10 +80,9 @@ def hstu_attention(
 
 
 def check_available(backend: str, quantization: str = "bf16", *, has_bias: bool = False) -> None:
-    """Raise UnavailableError unless this version serves all together, ValueError for names that it doesn't know."""
-    _check_name("kernel_backend", backend, known=KERNEL_BACKENDS, available=("auto", *AVAILABLE_BACKENDS))
-    modes = ATTENTION_QUANTIZATIONS
-    _check_name("hstu_attn_quantization_mode", quantization, known=modes, available=modes)
+    """Raise UnavailableError unless these go together and are installed, ValueError for names that are not known."""
+    _check_name("kernel_backend", backend, known=KERNEL_BACKENDS)
+    _check_name("hstu_attn_quantization_mode", quantization, known=ATTENTION_QUANTIZATIONS)
     if has_bias and quantization != "bf16":
         raise UnavailableError(
             f"hstu_attn_quantization_mode {quantization!r} does not go with a relative bias on the scores: 'bf16' does"
@@ -113,11 +110,9 @@ def check_device(backend: str, device_type: str) -> None:
         )
 
 
-def _check_name(field: str, name: str, *, known: tuple[str, ...], available: tuple[str, ...]) -> None:
+def _check_name(field: str, name: str, *, known: tuple[str, ...]) -> None:
     if name not in known:
         raise ValueError(f"{field} {name!r} is not one of {', '.join(known)}")
-    if name not in available:
-        raise UnavailableError(f"{field} {name!r} is not available in this version, which has: {', '.join(available)}")
 
 
 def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor, quantization: str) -> str:

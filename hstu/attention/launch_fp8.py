@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from genrec.hstu.attention import quantize as kernels
-from genrec.hstu.attention.launch import Request, block_of, device_of, grid, strides
-from genrec.hstu.attention.quantization import BLOCK, SCALES, FP8Tensor, QuantizedBatch, grad_mode, num_slots
+from genrec.hstu.attention.quantization import BLOCK, CELLS, SCALES, FP8Tensor, QuantizedBatch, grad_mode, num_slots
+from genrec.hstu.attention.request import Request, block_of, device_of, strides, with_dense_heads
 from genrec.hstu.precision.formats import E4M3
 
 _CELL_BLOCK = 256
@@ -32,9 +32,9 @@ def quantize_batch(
     cells = torch.zeros(3 * num_cells + norms_size, dtype=torch.int32, device=q.device)
     amax, norms = cells.split([3 * num_cells, norms_size])
     if v.numel() > 0:
-        q, k, v = (_with_dense_rows(x) for x in (q, k, v))
+        q, k, v = (with_dense_heads(x) for x in (q, k, v))
         parts = 3 if value is None else 4
-        batch = (schedule, request.offsets, *strides(q, k, v), num_users, num_rows, num_heads)
+        batch = (schedule, request.users()[0], *strides(q, k, v), num_users, num_rows, num_heads)
         with device_of(q):
             if num_cells > 0:
                 kernels.amax_kernel[_grid(q, request, 3)](
@@ -60,10 +60,10 @@ def quantize_grad(grad: Tensor, schedule: Tensor, request: Request, *, mode: str
     mode = grad_mode(mode)
     result = _empty_rows(grad, num_users, mode)
     if grad.numel() > 0:
-        grad = _with_dense_rows(grad)
+        grad = with_dense_heads(grad)
         num_cells = _num_cells(mode, num_users, num_heads)
         amax = torch.zeros(3 * num_cells, dtype=torch.int32, device=grad.device) if num_cells > 0 else None
-        batch = (schedule, request.offsets, *strides(grad, grad, grad), num_users, num_rows, num_heads)
+        batch = (schedule, request.users()[0], *strides(grad, grad, grad), num_users, num_rows, num_heads)
         with device_of(grad):
             if amax is not None:
                 kernels.amax_kernel[_grid(grad, request, 1)](
@@ -97,17 +97,13 @@ def num_descales(x: Tensor, num_users: int, mode: str) -> int:
     return {"user": num_users, "block": num_slots(x.shape[0], num_users), "row": x.shape[0]}[SCALES[mode]]
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
-
-
 def _num_cells(mode: str, num_users: int, num_heads: int) -> int:
     """How many largest magnitudes must be known before a tensor can be cast."""
-    return {"tensor": 1, "user": max(num_users, 1), "head": max(num_users, 1) * num_heads}.get(kernels.CELLS[mode], 0)
+    return {"tensor": 1, "user": max(num_users, 1), "head": max(num_users, 1) * num_heads}.get(CELLS[mode], 0)
 
 
 def _grid(x: Tensor, request: Request, parts: int) -> tuple[int]:
-    return (grid(x, request, BLOCK)[0] * parts,)
+    return (request.grid(x, BLOCK)[0] * parts,)
 
 
 def _constants(q: Tensor, v: Tensor, mode: str, *, parts: int) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def _constants(q: Tensor, v: Tensor, mode: str, *, parts: int) -> dict[str, Any]
         "V_DIM": v.shape[2],
         "QK_BLOCK": block_of(q.shape[2]),
         "V_BLOCK": block_of(v.shape[2]),
-        "CELLS": kernels.CELLS[mode],
+        "CELLS": CELLS[mode],
         "PARTS": parts,
         "num_warps": max(4, widest // 16),  # a thread has 64 numbers or fewer: with more they don't fit in registers
     }

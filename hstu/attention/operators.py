@@ -15,9 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from genrec.hstu.attention import launch
 from genrec.hstu.attention import triton as kernels
-from genrec.hstu.attention.bias import RelativeBias
+from genrec.hstu.attention.bias import RelativeBias, bias_of, tensors_of
+from genrec.hstu.attention.dispatch import is_watched, masking_of, split_gradients
 from genrec.hstu.attention.mask import MaskRules
-from genrec.hstu.attention.operators_fp8 import fp8_attention, is_watched
+from genrec.hstu.attention.operators_fp8 import fp8_attention
+from genrec.hstu.attention.request import MAX_DIM, Request
 from genrec.hstu.attention.tuning import tiles_for
 from genrec.hstu.precision.capability import ATTENTION_CAPABILITY
 
@@ -44,13 +46,10 @@ def triton_attention(
     """
     if quantization != "bf16":
         assert bias is None, "refused before"
-        request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
+        request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
         return fp8_attention(q, k, v, request, mode=quantization)
-    tensors: tuple[Tensor | None, ...] = (None,) * 4
-    if bias is not None:
-        tensors = (bias.position_weight, bias.time_weight, bias.query_times, bias.key_times)
-    masking = (rules.causal, rules.contextual_mask, rules.max_attn_len, rules.target_group_size)
-    args = (q, k, v, *tensors, offsets, num_contexts, num_targets, scaling_seqlen, alpha, *masking)
+    batch = (offsets, num_contexts, num_targets, scaling_seqlen, alpha)
+    args = (q, k, v, *tensors_of(bias), *batch, *masking_of(rules))
     output: Tensor = _forward(*args)[0] if is_watched(q) else _Attention.apply(*args)
     return output
 
@@ -65,21 +64,13 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, *, quantization: str = "bf16") -> s
         return f"q, k and v must share bfloat16, float16 or float32, not {q.dtype}, {k.dtype}, {v.dtype}"
     if kernels.INTERPRETED and q.dtype == torch.bfloat16:
         return "Triton's interpreter has no products of bfloat16"
-    if max(q.shape[2], v.shape[2]) > launch.MAX_DIM:
-        return f"heads are at most {launch.MAX_DIM} wide, not {max(q.shape[2], v.shape[2])}"
+    if max(q.shape[2], v.shape[2]) > MAX_DIM:
+        return f"heads are at most {MAX_DIM} wide, not {max(q.shape[2], v.shape[2])}"
     if q.shape[0] >= 2**31:
         return f"a batch has fewer than 2**31 rows, not {q.shape[0]}"
     if quantization != "bf16" and q.is_cuda and torch.cuda.get_device_capability(q.device) < ATTENTION_CAPABILITY:
         return "FP8 needs a GPU of compute capability 8.9 or higher"
     return None
-
-
-def _bias_of(
-    position_weight: Tensor | None, time_weight: Tensor | None, query_times: Tensor | None, key_times: Tensor | None
-) -> RelativeBias | None:
-    if position_weight is None or time_weight is None or query_times is None or key_times is None:
-        return None
-    return RelativeBias(position_weight, time_weight, query_times, key_times)
 
 
 def _run_forward(
@@ -101,9 +92,9 @@ def _run_forward(
     target_group_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the schedule of the batch, which backward uses again."""
-    bias = _bias_of(position_weight, time_weight, query_times, key_times)
+    bias = bias_of(position_weight, time_weight, query_times, key_times)
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
-    request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
+    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
     return launch.forward(q, k, v, request, tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None))
 
 
@@ -141,9 +132,9 @@ def _run_backward(
 
     Then those of the weights of the bias in float32, without elements where there is none.
     """
-    bias = _bias_of(position_weight, time_weight, query_times, key_times)
+    bias = bias_of(position_weight, time_weight, query_times, key_times)
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
-    request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
+    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
     tiles = tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None)
     return launch.backward(grad_output, q, k, v, schedule, request, tiles)
 
@@ -182,10 +173,8 @@ def _gradients(ctx: Any, grad_output: Tensor, backward: Callable[..., Any]) -> t
     q, k, v, schedule, position_weight, time_weight, *batch = ctx.saved_tensors
     weights = (position_weight, time_weight)
     grads, *weight_grads = backward(grad_output, q, k, v, schedule, *weights, *batch, *ctx.settings)
-    parts = grads.split([x.shape[1] * x.shape[2] for x in (v, q, k)], dim=1)
-    dv, dq, dk = (part.view(x.shape) for part, x in zip(parts, (v, q, k), strict=True))
     of_weights = [None if x is None else grad.to(x.dtype) for x, grad in zip(weights, weight_grads, strict=True)]
-    return dq, dk, dv, *of_weights, *(None,) * 11
+    return *split_gradients(grads, q, k, v), *of_weights, *(None,) * 11
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

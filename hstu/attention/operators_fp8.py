@@ -6,31 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from genrec.hstu.attention import launch, launch_fp8
+from genrec.hstu.attention.dispatch import is_watched, masking_of, split_gradients
 from genrec.hstu.attention.mask import MaskRules
-from genrec.hstu.attention.quantization import SCALES, FP8Tensor
+from genrec.hstu.attention.quantization import SCALES, FP8Tensor, ScoreTensors
+from genrec.hstu.attention.request import Request, block_of
 from genrec.hstu.attention.tuning import tiles_for
 from genrec.hstu.precision.formats import E4M3
 
 
-def fp8_attention(q: Tensor, k: Tensor, v: Tensor, request: launch.Request, *, mode: str) -> Tensor:
+def fp8_attention(q: Tensor, k: Tensor, v: Tensor, request: Request, *, mode: str) -> Tensor:
     """q, k: (T, H, d_qk), v: (T, H, d_v) -> (T, H, d_v), in mode ``hstu_attn_quantization_mode``."""
-    rules = request.rules
-    masking = (rules.causal, rules.contextual_mask, rules.max_attn_len, rules.target_group_size)
     batch = (request.offsets, request.num_contexts, request.num_targets, request.scaling_seqlen, request.alpha)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    args = (q, k, v, *batch, *masking, mode, needs_grad)
+    args = (q, k, v, *batch, *masking_of(request.rules), mode, needs_grad)
     output: Tensor = _forward(*args)[0] if is_watched(q) else _Attention.apply(*args)
     return output
-
-
-def is_watched(x: Tensor) -> bool:
-    """Whether somebody must see the operators: a compiler, an exporter, a dispatch mode, a subclass of Tensor."""
-    looks_on = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return looks_on or type(x) not in (Tensor, nn.Parameter)
 
 
 def _run_forward(
@@ -54,7 +48,7 @@ def _run_forward(
     All but the output are empty where no gradient is wanted. FP8 goes as uint8, with which autograd has nothing to do.
     """
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
-    request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, None)
+    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, None)
     schedule = launch.make_schedule(q, request)
     batch = launch_fp8.quantize_batch(q, k, v, schedule, request, mode=mode, needs_grad=needs_grad)
     tiles = tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=False, is_fp8=True)
@@ -76,7 +70,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any) -> tuple[Ten
     if not needs_grad:
         return output, *(q.new_empty(0) for _ in range(7))
     rows = launch_fp8.num_descales(q, offsets.shape[0] - 1, mode)
-    values = [x.new_empty((*x.shape[:2], launch.block_of(x.shape[2])), dtype=torch.uint8) for x in (q, k, v)]
+    values = [x.new_empty((*x.shape[:2], block_of(x.shape[2])), dtype=torch.uint8) for x in (q, k, v)]
     descales = [x.new_empty((rows, x.shape[1]), dtype=torch.float32) for x in (q, k, v)]
     return output, offsets.new_empty((3, offsets.shape[0]), dtype=torch.int32), *values, *descales
 
@@ -106,8 +100,8 @@ def _run_backward(
 ) -> Tensor:
     """Gradients of v, q, k, each (T, H * d), side by side in one buffer: operators return no views of each other."""
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
-    request = launch.Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, None)
-    scored = launch.ScoreTensors(
+    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, None)
+    scored = ScoreTensors(
         q=FP8Tensor(q_fp8.view(E4M3.dtype), q_descale),
         k=FP8Tensor(k_fp8.view(E4M3.dtype), k_descale),
         v=FP8Tensor(v_fp8.view(E4M3.dtype), v_descale),
@@ -140,9 +134,7 @@ def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor 
 def _gradients(ctx: Any, grad_output: Tensor, backward: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
     q, k, v, *kept = ctx.saved_tensors
     grads = backward(grad_output, q, k, v, *kept, *ctx.settings)
-    parts = grads.split([x.shape[1] * x.shape[2] for x in (v, q, k)], dim=1)
-    dv, dq, dk = (part.view(x.shape) for part, x in zip(parts, (v, q, k), strict=True))
-    return dq, dk, dv, *(None,) * 11
+    return *split_gradients(grads, q, k, v), *(None,) * 11
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -11,6 +11,7 @@ per-batch   a user                      "user"    (B, H), the same for all heads
 per-head    a user's head               "user"    (B, H)
 per-block   128 tokens of a user, head  "block"   (num_slots, H)
 1xdim       a token, head               "row"     (T, H); as columns of O = P v: (num_slots, H, d_v)
+128x1       the same as 1xdim
 ==========  ==========================  ========  =====================================================
 
 Blocks start at a user's first token. In O = P v the sum runs over tokens, so that "1xdim" takes 128 tokens of a column
@@ -36,15 +37,18 @@ from torch import Tensor
 from genrec.hstu.precision.formats import E4M3, saturating_cast
 
 BLOCK = 128
-SCALES = {
-    "fp8": "user",
-    "per-tensor": "user",
+# By mode, what shares a scale: nothing, a tensor, a user, a user's head, a block or a row.
+CELLS = {
+    "fp8": "none",
+    "per-tensor": "tensor",
     "per-batch": "user",
-    "per-head": "user",
+    "per-head": "head",
     "per-block": "block",
     "1xdim": "row",
     "128x1": "row",
 }
+# By mode, how descales lie, which is all that the attention kernels know of it.
+SCALES = {mode: cell if cell in ("block", "row") else "user" for mode, cell in CELLS.items()}
 # Descales stay normal float32 numbers, which nothing flushes to zero.
 MAX_SCALE = 2.0**126
 MAX_WEIGHT_EXPONENT = 60
@@ -72,6 +76,17 @@ class QuantizedBatch:
     v: FP8Tensor | None
     v_tiles: FP8Tensor
     weight_scale: Tensor
+
+
+@dataclass(frozen=True)
+class ScoreTensors:
+    """What backward makes S = alpha q k^T and dP = grad v^T of in FP8; scales: of the mode."""
+
+    q: FP8Tensor
+    k: FP8Tensor
+    v: FP8Tensor
+    grad: FP8Tensor
+    scales: str
 
 
 def _key_order() -> tuple[int, ...]:
@@ -190,6 +205,11 @@ def spread(scale: Tensor, mode: str, places: Places) -> Tensor:
         return scale[:, :, None]
     if SCALES[mode] == "block":
         return scale[places.slot][:, :, None]
+    return spread_users(scale, places)
+
+
+def spread_users(scale: Tensor, places: Places) -> Tensor:
+    """(B, H) -> (T, H, 1): each row's user's scale; 1 for rows of no user."""
     return torch.cat([scale, scale.new_ones(1, scale.shape[1])])[places.user][:, :, None]
 
 

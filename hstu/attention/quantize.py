@@ -25,17 +25,6 @@ if triton is not None:
     _MAX_SCALE = tl.constexpr(quantization.MAX_SCALE)
     _MAX_EXPONENT = tl.constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
-# What shares a scale, by mode: nothing at all ("none"), or the largest magnitude of a "tensor", ...
-CELLS = {
-    "fp8": "none",
-    "per-tensor": "tensor",
-    "per-batch": "user",
-    "per-head": "head",
-    "per-block": "block",
-    "1xdim": "row",
-    "128x1": "row",
-}
-
 
 @_jit
 def _magnitudes(x):

@@ -11,8 +11,8 @@ A row's keys lie in few spans (history, its window, contexts, its own group of t
 goes through a loop without any mask; the borders of the spans go through a second one, tile by tile, masked.
 
 In FP8 (SCALES other than "none") the operands of S, dP and O = P v are those of
-:mod:`genrec.hstu.attention.quantization`, and tiles of keys start at multiples of KEYS from the user's first token, as
-the blocks of v do.
+:mod:`genrec.hstu.attention.quantization`, and forward's tiles of keys start at multiples of KEYS from the user's first
+token, as the blocks of v do.
 
 SiLU(x) = h (1 + tanh h) with h = x / 2, which is one special-function instruction a score; its derivative is
 (1 + tanh h)(1 + h (1 - tanh h)) / 2. All factors that are the same for all scores (alpha, 1 / N, 1 / 2) are applied to

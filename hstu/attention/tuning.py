@@ -33,6 +33,13 @@ def tunable(name: str, table: dict[int, T]) -> dict[int, T]:
     return table
 
 
+def check_number(name: str, value: int, least: int, most: int, *, power_of_two: bool = False) -> None:
+    """Raise ValueError unless a tile's number is within its limits."""
+    if not least <= value <= most or (power_of_two and value & (value - 1)):
+        allowed = f"{'a power of two ' if power_of_two else ''}from {least} to {most}" if least < most else f"{least}"
+        raise ValueError(f"{name} = {value!r} must be {allowed}")
+
+
 @dataclass(frozen=True)
 class KernelTile:
     """Rows against keys that a program takes at a time, its warps, and how many tiles are in flight."""
@@ -43,11 +50,10 @@ class KernelTile:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name, least, most in (("rows", 16, 256), ("keys", 16, 256), ("num_warps", 1, 16), ("num_stages", 1, 8)):
-            value = getattr(self, name)
-            if not least <= value <= most or (name != "num_stages" and value & (value - 1)):
-                power = "" if name == "num_stages" else "a power of two "
-                raise ValueError(f"{name} = {value!r} must be {power}from {least} to {most}")
+        check_number("rows", self.rows, 16, 256, power_of_two=True)
+        check_number("keys", self.keys, 16, 256, power_of_two=True)
+        check_number("num_warps", self.num_warps, 1, 16, power_of_two=True)
+        check_number("num_stages", self.num_stages, 1, 8)
 
 
 @dataclass(frozen=True)

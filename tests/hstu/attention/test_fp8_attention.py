@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from genrec.configs.schema import UnavailableError
-from genrec.hstu.attention import RelativeBias, hstu_attention, interface, operators_fp8, tuning
+from genrec.hstu.attention import RelativeBias, hstu_attention, interface, operators, operators_fp8, tuning
 from genrec.hstu.attention import triton as kernels
 from genrec.hstu.attention.quantization import SCALES
 
@@ -137,8 +137,8 @@ def written_out(oracle, case, q, k, v, grad, mode, *, alpha, dtype):
             s = alpha * q8[rows, h] @ k8[rows, h].T
             p = mask * s * s.sigmoid()
             bound = alpha * q8[rows, h].norm(dim=1).max() * k8[rows, h].norm(dim=1).max()
-            p_scale = 2.0 ** math.floor(math.log2(448 / bound))
-            p8 = (p.float() * p_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() / p_scale
+            weight_scale = 2.0 ** math.floor(math.log2(448 / bound))
+            p8 = (p.float() * weight_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() / weight_scale
             output[rows, h] = p8 @ columns[rows, h] / SCALING
             ds = grad8[rows, h] @ v8[rows, h].T * mask * s.sigmoid() * (1 + s * (1 - s.sigmoid()))
             p, ds = p.to(dtype).double(), ds.to(dtype).double()
@@ -425,7 +425,5 @@ def test_a_gpu_without_fp8_is_named(monkeypatch, make_case):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     q = torch.empty(3, 1, 32, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    from genrec.hstu.attention.operators import why_not
-
-    assert why_not(q, q, q) is None
-    assert why_not(q, q, q, quantization="per-head") == "FP8 needs a GPU of compute capability 8.9 or higher"
+    assert operators.why_not(q, q, q) is None
+    assert operators.why_not(q, q, q, quantization="per-head") == "FP8 needs a GPU of compute capability 8.9 or higher"

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from genrec.hstu.attention import hopper_backward, hopper_forward, launch
+from genrec.hstu.attention import hopper_backward, hopper_forward
 from genrec.hstu.attention.mask import MaskRules
+from genrec.hstu.attention.request import Request
 
 pytest.importorskip("triton")
 
@@ -18,7 +19,6 @@ def on_hopper(monkeypatch):
     """As if tensors lay on such a GPU."""
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "is_hopper", lambda _: True)
-    monkeypatch.setattr(hopper_forward, "INTERPRETED", False)
 
 
 def draw(width, *, value_width=None, dtype=torch.bfloat16):
@@ -27,7 +27,7 @@ def draw(width, *, value_width=None, dtype=torch.bfloat16):
     return [x.unflatten(1, (2, -1)) for x in (q, k, v)]
 
 
-REQUEST = launch.Request(torch.tensor([0, 3]), None, None, 3, 1.0, MaskRules(), None)
+REQUEST = Request(torch.tensor([0, 3]), None, None, 3, 1.0, MaskRules(), None)
 REFUSED = {
     "float32": (draw(128, dtype=torch.float32), {}, "bfloat16 or float16"),
     "another width": (draw(48), {}, "share a width of"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from genrec.hstu.attention import launch, launch_fp8
 from genrec.hstu.attention import triton as kernels
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.quantization import BLOCK, SCALES, Places, grad_mode, quantize_batch, quantize_rows
+from genrec.hstu.attention.request import Request, block_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -43,14 +45,14 @@ def draw(*, width=32, value_width=40, dtype=torch.float32, heads=2):
 
 def request_of(lengths=LENGTHS, alpha=0.6):
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
-    return launch.Request(offsets, None, None, 100, alpha, MaskRules(), None)
+    return Request(offsets, None, None, 100, alpha, MaskRules(), None)
 
 
 def run(q, k, v, request, mode, **kwargs):
     """Of the kernels, and of PyTorch."""
     schedule = launch.make_schedule(q, request)
     mine = launch_fp8.quantize_batch(q, k, v, schedule, request, mode=mode, **{"needs_grad": True, **kwargs})
-    padded = [torch.nn.functional.pad(x, (0, launch.block_of(x.shape[2]) - x.shape[2])) for x in (q, k, v)]
+    padded = [torch.nn.functional.pad(x, (0, block_of(x.shape[2]) - x.shape[2])) for x in (q, k, v)]
     return mine, quantize_batch(*padded, mode=mode, offsets=request.offsets, alpha=request.alpha)
 
 
@@ -143,7 +145,8 @@ def test_other_layouts_of_the_inputs():
     across = [x.permute(1, 2, 0).contiguous().permute(2, 0, 1) for x in (q, k, v)]
     for a, b in zip((q, k, v), across, strict=True):
         assert a.stride() != b.stride()
-    mine, other = run(q, k, v, request, "per-head")[0], run(*across, request, "per-head")[0]
+    strided = dataclasses.replace(request, offsets=request.offsets.repeat_interleave(2)[::2])
+    mine, other = run(q, k, v, request, "per-head")[0], run(*across, strided, "per-head")[0]
     assert_same(mine.q.values, other.q.values)
     assert torch.equal(mine.weight_scale, other.weight_scale)
 

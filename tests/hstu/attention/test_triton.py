@@ -148,7 +148,8 @@ def test_other_layouts_of_the_inputs(make_case):
     assert torch.equal(attend(q, k, v, case), contiguous)
     across = [x.permute(1, 2, 0).contiguous().permute(2, 0, 1) for x in (q, k, v)]
     assert torch.equal(attend(*across, case), contiguous)
-    assert torch.equal(attend(q, k, v, case, offsets=case.offsets.int().to(DEVICE)), contiguous)
+    for offsets in (case.offsets.int(), case.offsets.repeat_interleave(2)[::2]):
+        assert torch.equal(attend(q, k, v, case, offsets=offsets.to(DEVICE)), contiguous)
     ones = torch.autograd.grad(attend(q, k, v, case), q, torch.ones_like(v), retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(attend(q, k, v, case).sum(), q)[0], ones)
 
@@ -207,13 +208,12 @@ def test_tiles_loaded_by_tma(make_case, monkeypatch):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("width", [16, 24])
-def test_one_backward_kernel(make_case, monkeypatch, width):
-    """dQ summed in memory: by TMA, and by atomics where a head is no block. A user of NaN spoils no other."""
+def test_one_backward_kernel(make_case, monkeypatch):
+    """dQ summed in memory. A user of NaN spoils no other."""
     monkeypatch.setattr(tuning, "FLOAT32_TILES", dataclasses.replace(tuning.FLOAT32_TILES, fused=True))
     case = make_case(((1, 50, 4), (0, 0, 0), (3, 9, 1)), target_group_size=2)
-    assert_as_reference(case, heads=2, width=width, value_width=16)
-    q, k, v, fused = draw(68, heads=2, width=width, spoiled=range(55))
+    assert_as_reference(case, heads=2, width=24, value_width=16)
+    q, k, v, fused = draw(68, heads=2, width=24, spoiled=range(55))
     grad = torch.autograd.grad(attend(q, k, v, case).sum(), fused)[0]
     assert grad[55:].isfinite().all()
 

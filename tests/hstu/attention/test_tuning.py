@@ -59,6 +59,13 @@ def changed(**changes):
     return {"triton": {"64": {**dataclasses.asdict(TILES), **changes}}}
 
 
+def of_hopper(name, part=None, **changes):
+    """A table with the built-in entry of 128 dims, changed."""
+    entry = dataclasses.asdict(tuning._TABLES[name][128])
+    (entry if part is None else entry[part]).update(changes)
+    return {name: {"128": entry}}
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -76,6 +83,12 @@ def changed(**changes):
         (changed(forward=tile(keys=8)), "keys = 8 must be a power of two fr"),
         (changed(forward=tile(num_warps=3)), "num_warps = 3 must be"),
         (changed(forward=tile(num_stages=9)), "num_stages = 9 must be from 1 to 8"),
+        (of_hopper("hopper_forward", groups=3), "hopper_forward 128: groups = 3 must be from 1 to 2"),
+        (of_hopper("hopper_forward_fp8", keys=256), "keys = 256 must be a power of two from 16 to 128"),
+        (of_hopper("hopper_forward", value_stages=1), "value_stages = 1 must be from 2 to 8"),
+        (of_hopper("hopper_backward", "key", stages=1), "hopper_backward 128: stages = 1 must be from 2 to 8"),
+        (of_hopper("hopper_backward", "key", num_warps=8, split=True), "num_warps = 8 must be 4"),
+        (of_hopper("hopper_backward_fp8", "query", key_stages=1), "key_stages = 1 must be from 2 to 8"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, tables, message):
