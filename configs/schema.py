@@ -71,7 +71,7 @@ class TrainerArgs:
     ckpt_save_dir: str = ""  # "": output_dir/checkpoints
     ckpt_load_dir: str = ""  # a checkpoint to start from: weights and optimizer state; steps and data begin anew
     pipeline_type: str = "native"  # "none", "native", "prefetch": what overlaps on a GPU; a CPU has nothing to overlap
-    enable_balanced_shuffler: bool = False
+    enable_balanced_shuffler: bool = False  # ranks share each global batch so that their work is even (data/balance.py)
     # genrec's own
     output_dir: str = "outputs"
     resume: str = "auto"  # "auto": continue from the newest whole checkpoint of the run; "never"

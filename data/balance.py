@@ -1,19 +1,59 @@
 """Shares a global batch among ranks so that their work is even, from lengths alone: no rank exchanges rows.
 
-The work of a sequence of L events is taken as L^2, attention's. Ranks get equally many users (counts differ by one at
-most), and every rank computes the same partition by itself.
+Ranks get equally many users (counts differ by one at most), and every rank computes the same partition by itself. Which
+users are in a global batch does not change, so neither do its gradients.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 
-def sequence_costs(lengths: np.ndarray) -> np.ndarray:
-    """L^2 for lengths (N,), float64."""
-    return lengths.astype(np.float64) ** 2
+@dataclass(frozen=True)
+class SequenceCost:
+    """The work of a sequence of T tokens, ``linear * T + T^2``: its linears, and its attention.
+
+    linear: the length in tokens at which both are equal. L events are T = tokens_per_event * L + num_contexts tokens.
+    """
+
+    linear: float = 0.0
+    tokens_per_event: int = 1
+    num_contexts: int = 0
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Costs (N,), float64, of sequences of ``lengths (N,)`` events."""
+        tokens = self.tokens_per_event * lengths.astype(np.float64) + self.num_contexts
+        return tokens * (self.linear + tokens)
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """The costliest rank's work over the mean of all ranks, 1.0 at best, averaged over ``num_batches`` global batches.
+
+    sliced: where ranks take consecutive users. balanced: where they share them by ``partition``.
+    """
+
+    sliced: float
+    balanced: float
+    num_batches: int
+
+    @staticmethod
+    def of(batches: Iterable[np.ndarray], num_parts: int) -> Imbalance | None:
+        """Of ``batches``, the costs (N,) of each one's sequences; None where there is no work."""
+        ratios = []
+        for costs in batches:
+            if costs.sum() > 0:
+                shares = [np.array_split(np.arange(len(costs)), num_parts), partition(costs, num_parts)]
+                most = [max(costs[places].sum() for places in share) for share in shares]
+                ratios.append(np.array(most) * num_parts / costs.sum())
+        if not ratios:
+            return None
+        sliced, balanced = np.mean(ratios, axis=0).tolist()
+        return Imbalance(sliced=sliced, balanced=balanced, num_batches=len(ratios))
 
 
 def partition(costs: np.ndarray, num_parts: int) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from genrec.data.balance import partition, sequence_costs
+from genrec.data.balance import Imbalance, SequenceCost, partition
 from genrec.data.batch import Batch
 from genrec.data.collate import CollateOptions, collate
 from genrec.data.dataset import SequenceDataset
@@ -39,7 +39,7 @@ class SequenceLoader:
     max_history_seqlen, max_num_candidates: events. batch_size: sequences a rank. contextual_features: None for all.
     item_features: names of features of the items that each event gets. event_dropout: share of a training sequence's
     events left out, drawn anew each epoch; candidates and at least one event always stay.
-    balanced: ranks share each global batch by cost, L^2 (balance.py).
+    balanced: ranks share each global batch so that the sums of ``cost`` are even (balance.py).
 
     Raises:
         DataError: an argument that cannot be; while iterating, an id outside its table or a damaged file.
@@ -63,6 +63,7 @@ class SequenceLoader:
         event_dropout: float = 0.0,
         num_workers: int = 0,
         balanced: bool = False,
+        cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
         pin_memory: bool = False,
     ) -> None:
         check_one_of(mode, field_name="mode", allowed=MODES)
@@ -97,6 +98,7 @@ class SequenceLoader:
             world_size=world_size,
             shuffle=shuffle,
             balanced=balanced,
+            cost=cost,
         )
         self._global_batch_size = batch_size * world_size
         self._num_workers = num_workers
@@ -128,6 +130,11 @@ class SequenceLoader:
             # Before the hand-out, so that a state saved while the batch is trained on doesn't hold it again.
             self._num_consumed = min(place + self._global_batch_size, len(self.plan))
             yield batch
+
+    def imbalance(self, *, num_batches: int) -> Imbalance | None:
+        """How uneven the ranks' work is, in at most ``num_batches`` global batches from the start of the epoch."""
+        places = self._places(0)[:num_batches]
+        return Imbalance.of((self._batches.costs(self._epoch, place) for place in places), self._batches.world_size)
 
     def state_dict(self) -> dict[str, int]:
         """The cursor: counts batches handed out, not those that workers have prefetched."""
@@ -172,18 +179,19 @@ class _BatchesByPlace(Dataset[Batch | DataError]):
         world_size: int,
         shuffle: bool,
         balanced: bool,
+        cost: SequenceCost,
     ) -> None:
         self.dataset, self.plan, self.options = dataset, plan, options
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.shuffle, self.balanced = shuffle, balanced
+        self.shuffle, self.balanced, self.cost = shuffle, balanced, cost
+        self._lengths = plan.lengths
         self._order: tuple[int, np.ndarray] | None = None
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | DataError:
         epoch, place = key
-        windows = self._epoch_order(epoch)[place : place + self.batch_size * self.world_size]
+        windows = self._windows(epoch, place)
         if self.balanced:
-            costs = sequence_costs(self.plan.lengths[windows])
-            share = windows[partition(costs, self.world_size)[self.rank]]
+            share = windows[partition(self.costs(epoch, place), self.world_size)[self.rank]]
         else:
             share = np.array_split(windows, self.world_size)[self.rank]
         try:
@@ -191,6 +199,13 @@ class _BatchesByPlace(Dataset[Batch | DataError]):
         except DataError as error:
             # Returned, because a worker process would wrap what it raises in its traceback.
             return error
+
+    def costs(self, epoch: int, place: int) -> np.ndarray:
+        """The work of each sequence of the global batch at ``place``, (N,); event dropout, drawn later, isn't known."""
+        return self.cost(self._lengths[self._windows(epoch, place)])
+
+    def _windows(self, epoch: int, place: int) -> np.ndarray:
+        return self._epoch_order(epoch)[place : place + self.batch_size * self.world_size]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

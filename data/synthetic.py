@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from genrec.configs.schema import BenchmarkDatasetArgs, FeatureArgs, RandomDistribution
-from genrec.data.balance import partition, sequence_costs
+from genrec.data.balance import Imbalance, SequenceCost, partition
 from genrec.data.batch import Batch, jagged_features
 from genrec.data.distributions import sample
 from genrec.data.format import DataError, check_one_of
@@ -49,6 +49,7 @@ class SyntheticLoader:
         world_size: int = 1,
         seed: int = 0,
         balanced: bool = False,
+        cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
     ) -> None:
         check_one_of(mode, field_name="mode", allowed=SYNTHETIC_MODES)
         if mode == "frozen" and args.max_num_candidates == 0:
@@ -57,7 +58,7 @@ class SyntheticLoader:
         self._owners = _feature_owners(args)
         self._values = {name: _value_distribution(args, group, name) for name, group in self._owners.items()}
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._mode, self._seed, self._balanced = mode, seed, balanced
+        self._mode, self._seed, self._balanced, self._cost = mode, seed, balanced, cost
         self._num_label_values = num_label_values
         self._epoch = 0
         self._step = 0
@@ -75,6 +76,11 @@ class SyntheticLoader:
             self._step = step + 1
             yield self._made[step]
 
+    def imbalance(self, *, num_batches: int) -> Imbalance | None:
+        """How uneven the ranks' work is, in at most ``num_batches`` global batches from the start of the epoch."""
+        steps = range(min(num_batches, len(self)))
+        return Imbalance.of((self._costs(step) for step in steps), self._world_size)
+
     def state_dict(self) -> dict[str, int]:
         """The cursor, in batches handed out."""
         return {"epoch": self._epoch, "step": self._step, "seed": self._seed}
@@ -86,14 +92,21 @@ class SyntheticLoader:
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
     def _make(self, step: int) -> Batch:
-        first = step * self._batch_size * self._world_size
-        numbers = np.arange(first, first + self._batch_size * self._world_size)
+        numbers = self._numbers(step)
         if self._balanced:
-            lengths = np.array([self._length(self._rng(int(number))) for number in numbers])
-            numbers = numbers[partition(sequence_costs(lengths), self._world_size)[self._rank]]
+            numbers = numbers[partition(self._costs(step), self._world_size)[self._rank]]
         else:
             numbers = np.array_split(numbers, self._world_size)[self._rank]
         return self._collate(numbers)
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """The sequences of global batch ``step``."""
+        first = step * self._batch_size * self._world_size
+        return np.arange(first, first + self._batch_size * self._world_size)
+
+    def _costs(self, step: int) -> np.ndarray:
+        """The work of each sequence of global batch ``step``, (N,)."""
+        return self._cost(np.array([self._length(self._rng(int(number))) for number in self._numbers(step)]))
 
     def _rng(self, number: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, number])

@@ -9,9 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig
+from genrec.data.balance import SequenceCost
 from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, check_dataset_name, read_metadata
 from genrec.data.loader import SequenceDataset, SequenceLoader
 from genrec.data.synthetic import SyntheticLoader
+from genrec.model.features import feature_layout
 from genrec.training.evaluation import PROTOCOLS, read_item_vocabulary
 
 Label = Literal["mask", "class"]
@@ -37,6 +39,21 @@ def read_run_metadata(config: ExperimentConfig) -> DatasetMetadata | None:
     return metadata
 
 
+def sequence_cost(config: ExperimentConfig, metadata: DatasetMetadata | None) -> SequenceCost:
+    """The floating-point operations of a layer on a sequence, up to a factor.
+
+    Per token 2 * 4 D * Hd for the projection to u, v, q, k and 2 * D * Hd for that back (3 D * Hd with "dlrm_v3"); per
+    pair of tokens 4 Hd for its score and its value, of T^2 / 2 pairs where attention is causal, else of T^2.
+    """
+    layout, network = feature_layout(config, metadata), config.network
+    widths_in = 7 if network.layer_style == "dlrm_v3" else 5
+    return SequenceCost(
+        linear=network.hidden_size * widths_in / (1 if network.is_causal else 2),
+        tokens_per_event=1 if layout.action is None else 2,
+        num_contexts=layout.max_num_contexts,
+    )
+
+
 class RunData:
     """Loaders for one rank over ``splits``. Raises DataError for data that is missing, damaged or empty.
 
@@ -52,6 +69,7 @@ class RunData:
         self.rank = rank
         self.world_size = world_size
         self.pin_memory = pin_memory
+        self.cost = sequence_cost(config, self.metadata)
         self.label: Label = "class" if config.ranking.is_k_class else "mask"
         self._splits: dict[str, SequenceDataset] = {}
         if isinstance(config.dataset, DatasetArgs):
@@ -134,6 +152,7 @@ class RunData:
             event_dropout=event_dropout,
             num_workers=dataset.num_workers,
             balanced=balanced,
+            cost=self.cost,
             pin_memory=self.pin_memory,
         )
 
@@ -150,6 +169,7 @@ class RunData:
             world_size=self.world_size,
             seed=self.config.trainer.seed + SPLIT_NAMES.index(split),
             balanced=mode == "train" and self.config.trainer.enable_balanced_shuffler,
+            cost=self.cost,
         )
 
     def item_vocabulary(self) -> np.ndarray | None:

@@ -113,6 +113,7 @@ def _page(
 ) -> str:
     section = f"<h1>Precision</h1>\n{_html_table(*precision_cells(precision))}" if precision else ""
     train = [line for line in lines if line["event"] == "train"]
+    balance = [html.escape(balance_sentence(line)) for line in lines if line["event"] == "balance"][-1:]
     tokens, users = (_mean([line[n] for line in train]) for n in ("tokens_per_s", "users_per_s"))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>genrec run</title>
@@ -121,13 +122,25 @@ td, th {{ padding: 0.3em 1em; text-align: right }} pre {{ background: #f4f4f4; p
 </head><body>
 <h1>Results</h1>
 {_html_table(*_cells(results))}
-<p>Mean throughput: {tokens:,.0f} tokens/s, {users:,.0f} users/s.</p>
+<p>Mean throughput: {tokens:,.0f} tokens/s, {users:,.0f} users/s.{"".join(f" {sentence}." for sentence in balance)}</p>
 <img src="data:image/png;base64,{base64.b64encode(picture).decode()}" alt="training curves" width="100%">
 {section}
 <h1>Configuration</h1>
 <pre>{html.escape(config_text)}</pre>
 </body></html>
 """
+
+
+def balance_sentence(line: Line) -> str:
+    """What a "balance" line of metrics.jsonl says."""
+    sliced, balanced = (f"{line[name]:.2f} times the mean" for name in ("sliced", "balanced"))
+    of = f"of the first {line['num_batches']} global batches"
+    if line["enabled"]:
+        return f"balanced batches: the costliest rank has {balanced} work, {sliced} without ({of})"
+    return (
+        f"batches are not balanced: the costliest rank has {sliced} work, and {balanced} with"
+        f" TrainerArgs.enable_balanced_shuffler = True ({of})"
+    )
 
 
 def _html_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs
 from genrec.training.command_line import add_gin_arguments, run_for_user, script_directory
 from genrec.training.console import setup_logging, show_table
-from genrec.training.final_report import print_results, write_report
+from genrec.training.final_report import balance_sentence, print_results, write_report
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
 from genrec.training.optim import LearningRateSchedule
@@ -26,6 +27,7 @@ from genrec.training.step import TrainStep
 
 LOG = logging.getLogger(__name__)
 FINAL_SPLITS = ("valid", "test")
+BALANCE_BATCHES = 50  # global batches that the report on balance looks at
 
 
 def main(task: Task, argv: Sequence[str] | None = None) -> int:
@@ -99,6 +101,8 @@ def use_deterministic_algorithms(wanted: bool) -> None:
 def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     trainer, ranks = run.config.trainer, run.ranks
     say_pipeline(trainer, device_type=ranks.device.type)
+    if ranks.is_main and ranks.world_size > 1:
+        say_balance(run, log, step=first_step)
     train_step = TrainStep(
         replicate(run.model, ranks),
         run.optimizers,
@@ -131,6 +135,17 @@ def say_pipeline(trainer: TrainerArgs, *, device_type: str) -> None:
         LOG.info(
             "pipeline_type %r overlaps nothing yet in this version; it gives the same results", trainer.pipeline_type
         )
+
+
+def say_balance(run: Run, log: RunLog, *, step: int) -> None:
+    """Record how even the ranks' shares of the global batches are, and would be (data/balance.py)."""
+    imbalance = run.loader.imbalance(num_batches=BALANCE_BATCHES)
+    if imbalance is None:
+        return
+    enabled = run.config.trainer.enable_balanced_shuffler
+    line = {"event": "balance", "step": step, "enabled": enabled, **dataclasses.asdict(imbalance)}
+    log.other(line)
+    LOG.info(balance_sentence(line))
 
 
 def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from genrec.data.balance import SequenceCost
 from genrec.data.collate import uniform
 from genrec.data.format import DataError
 from genrec.data.loader import SequenceDataset, SequenceLoader
@@ -345,3 +346,39 @@ def test_balanced_ranks_have_even_work(make_dataset):
         ]
         work[balanced] = max((next(iter(rank)).features["item"].lengths() ** 2).sum().item() for rank in ranks)
     assert work[True] <= work[False]
+
+
+@pytest.mark.parametrize("linear", [0.0, 1000.0])
+def test_imbalance_is_what_the_ranks_get(make_dataset, linear):
+    lengths = np.minimum(np.random.default_rng(1).zipf(1.3, size=64), 60).tolist()
+    directory, cost = make_dataset(lengths, rule="user"), SequenceCost(linear=linear, tokens_per_event=2)
+    options = {"max_history_seqlen": 60, "batch_size": 8, "world_size": 2, "shuffle": True, "cost": cost}
+    said = loader(directory, **options).imbalance(num_batches=100)
+    measured = {}
+    for balanced in (False, True):
+        ranks = [loader(directory, rank=rank, balanced=balanced, **options) for rank in range(2)]
+        work = np.array([[cost(b.features["item"].lengths().numpy()).sum() for b in rank] for rank in ranks])
+        measured[balanced] = float(np.mean(2 * work.max(axis=0) / work.sum(axis=0)))
+    assert (said.sliced, said.balanced) == pytest.approx((measured[False], measured[True]))
+    assert 1 <= said.balanced < said.sliced
+    assert said.num_batches == len(loader(directory, **options))
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_balanced_resume_continues_exactly(directory, stop):
+    """Also on another number of ranks: the cursor counts global batches, whose users balancing doesn't change."""
+    options = {"shuffle": True, "seed": 3, "balanced": True, "batch_size": 1, "world_size": 2}
+    straight = [sequences(batch) for batch in loader(directory, rank=1, **options)]
+    first = loader(directory, rank=1, **options)
+    got = [sequences(batch) for batch in itertools.islice(first, stop)]
+    second = loader(directory, rank=1, **options)
+    second.load_state_dict(first.state_dict())
+    assert got + [sequences(batch) for batch in second] == straight
+
+    alone = loader(directory, **{**options, "world_size": 1, "batch_size": 2})
+    alone.load_state_dict(first.state_dict())
+    rest = [loader(directory, rank=rank, **options) for rank in range(2)]
+    for rank in rest:
+        rank.load_state_dict(first.state_dict())
+    for step in zip(alone, *rest, strict=True):
+        assert sorted(sequences(step[0])) == sorted(s for batch in step[1:] for s in sequences(batch))

@@ -110,6 +110,12 @@ def test_world_size_does_not_matter(balanced):
     assert together == one and len(one) == 18
 
 
+def test_imbalance_is_of_the_global_batches():
+    loader = SyntheticLoader(args(), batch_size=4, num_label_values=2, world_size=3, balanced=True)
+    said = loader.imbalance(num_batches=2)
+    assert said.num_batches == 2 and 1 <= said.balanced <= said.sliced <= 3
+
+
 def test_epochs_repeat_and_resume():
     first = SyntheticLoader(args(), batch_size=2, num_label_values=2)
     epochs = [[batch.user_ids.tolist() for batch in first] for _ in range(2)]

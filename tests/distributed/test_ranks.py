@@ -39,15 +39,16 @@ def one_rank(tmp_path, arguments):
     return tmp_path / "one"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks):
+@pytest.mark.parametrize(("num_ranks", "balanced"), [(2, False), (3, True)])
+def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks, balanced):
     several = tmp_path / "several"
     batch = f"TrainerArgs.train_batch_size = {6 // num_ranks}"
+    shuffler = f"TrainerArgs.enable_balanced_shuffler = {balanced}"
     table = tmp_path / "several.parquet"
     finished = on_ranks(
         num_ranks,
         [
-            ("train", arguments(several, *WHOLE_USERS, batch)),
+            ("train", arguments(several, *WHOLE_USERS, batch, shuffler)),
             # The one-rank checkpoint, so that the metrics must be equal to the last digit that counts.
             ("evaluate", ["--checkpoint", str(one_rank), "--scores", str(table)]),
         ],
@@ -55,6 +56,10 @@ def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks
     assert finished.returncode == 0, finished.stderr
     torch.testing.assert_close(losses(several), losses(one_rank), rtol=1e-5, atol=0)
     assert len(losses(one_rank)) == 20
+    (balance,) = [line for line in read_lines(several / "metrics.jsonl") if line["event"] == "balance"]
+    assert balance["enabled"] == balanced and 1 <= balance["balanced"] <= balance["sliced"] <= num_ranks
+    assert ("balanced batches: the costliest rank has" in finished.stderr) == balanced
+    assert "the costliest rank has" in (several / "report.html").read_text()
 
     assert evaluate_main(["--checkpoint", str(one_rank), "--scores", str(tmp_path / "one.parquet")]) == 0
     assert_frame_equal(polars.read_parquet(table), polars.read_parquet(tmp_path / "one.parquet"), rel_tol=1e-6)
