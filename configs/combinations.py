@@ -58,12 +58,25 @@ def check_experiment(config: ExperimentConfig) -> None:
     require(config.network, "num_attention_heads", heads % parallel_size == 0, allowed)
     if config.mixed_precision.mixed_precision_dtype is not None:
         check_fp8(config)
+    _check_best_metric(config)
 
 
 def _check_task(config: ExperimentConfig) -> None:
     wanted, other = ("ranking", "retrieval") if config.task == "ranking" else ("retrieval", "ranking")
     if getattr(config, wanted) is None or getattr(config, other) is not None:
         raise ConfigError(f"a {wanted} run needs {wanted.capitalize()}Args and takes no {other.capitalize()}Args")
+
+
+def _check_best_metric(config: ExperimentConfig) -> None:
+    """The metric must be computed, and in a protocol that the run evaluates."""
+    metric = config.trainer.best_metric
+    if metric is None:
+        return
+    protocol, _, name = metric.rpartition("/")
+    computed = config.ranking is not None and (name != "Accuracy" or name in config.ranking.eval_metrics)
+    require(config.trainer, "best_metric", computed, "must be in eval_metrics, or nothing computes it")
+    causal = protocol != "sequential" or config.network.history_is_causal
+    require(config.trainer, "best_metric", causal, "needs a causal history, or it would see the future")
 
 
 def fields_that_look_ahead(network: NetworkArgs) -> Iterator[tuple[str, str]]:

@@ -45,6 +45,8 @@ KERNEL_BACKENDS = ("auto", "cutlass", "triton", "pytorch")
 CONTEXTUAL_MASKS = ("prefix", "history")
 SHARDING_TYPES = ("data_parallel", "model_parallel", "row_wise", "table_wise", "column_wise", "auto")
 RANKING_METRICS = ("AUC", "GAUC", "NE", "LogLoss", "Accuracy")
+LOWER_IS_BETTER = ("NE", "LogLoss")
+BEST_METRICS = tuple(f"{protocol}{name}" for protocol in ("", "sequential/", "frozen/") for name in RANKING_METRICS)
 RETRIEVAL_METRIC = re.compile(r"(HR|NDCG|MRR)@[1-9][0-9]*")
 KV_CHANNELS_MULTIPLE = 8
 MAX_SEED = 2**63 - 1
@@ -75,7 +77,8 @@ class TrainerArgs:
     # genrec's own
     output_dir: str = "outputs"
     resume: str = "auto"  # "auto": continue from the newest whole checkpoint of the run; "never"
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = 3  # the newest so many, and the best beside them
+    best_metric: str | None = None  # "AUC", "frozen/GAUC", ...: of the validation split, saves and keeps the best step
     grad_clip_norm: float | None = None
     lr_schedule: str = "constant"  # after warm-up: "constant", "linear" or "cosine" down to min_lr_ratio
     warmup_steps: int = 0
@@ -99,6 +102,9 @@ class TrainerArgs:
         require_fraction(self, "ema_decay")
         require_choice(self, "pipeline_type", ("none", "native", "prefetch"))
         require_choice(self, "resume", ("auto", "never"))
+        require_choice(self, "best_metric", BEST_METRICS)
+        evaluates = self.best_metric is None or self.eval_interval > 0
+        require(self, "best_metric", evaluates, "needs evaluations to choose from, with eval_interval above 0")
         require_choice(self, "lr_schedule", ("constant", "linear", "cosine"))
         require_choice(self, "nonfinite", ("stop", "skip", "locate"))
         require_choice(self, "device", ("auto", "cpu", "cuda"))

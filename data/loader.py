@@ -10,6 +10,9 @@ A batch is a function of (seed, epoch, place in the order): nothing random is ke
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -122,6 +125,7 @@ class SequenceLoader:
             num_workers=self._num_workers,
             collate_fn=_unchanged,
             pin_memory=self._pin_memory,
+            worker_init_fn=_outlive_sigterm,
             generator=torch.Generator(),  # or it would draw a seed, which nothing here uses, from the global generator
         )
         for place, batch in zip(places, batches, strict=True):
@@ -216,6 +220,20 @@ class _BatchesByPlace(Dataset[Batch | DataError]):
                 order = shuffled_order(groups, self.dataset.group_events, rng=rng)
             self._order = (epoch, order)
         return self._order[1]
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """Let a worker end by SIGTERM where its parent sends it, and not where a scheduler sends it to all processes: the
+    parent then still trains to the end of its step, and saves.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _unchanged(batch: Any) -> Any:

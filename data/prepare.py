@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from genrec.configs.schema import DATASET_NAMES, LATER_DATASET_NAMES, MOVIELENS_NAMES, UnavailableError
+from genrec.data.files import sync, sync_tree
 from genrec.data.format import DataError, DatasetMetadata, check_one_of, read_metadata
 from genrec.data.movielens import MOVIELENS, MovieLens, open_movielens
 from genrec.data.source import EventSource
@@ -136,7 +137,7 @@ def _open(dataset: MovieLens, source: Path | None, stack: ExitStack) -> EventSou
 
 
 def _write_atomically(events: EventSource, output: Path, *, rule: str, holdout: int, seed: int) -> DatasetMetadata:
-    """Writes beside ``output`` and renames, so that a dataset is either whole or not there."""
+    """Writes beside ``output``, to the disk, and renames: after a crash a dataset is either whole or not there."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -146,7 +147,9 @@ def _write_atomically(events: EventSource, output: Path, *, rule: str, holdout: 
         fresh = scratch / "fresh"
         fresh.mkdir()
         metadata = write_dataset(events, fresh, rule=rule, holdout=holdout, seed=seed)
+        sync_tree(fresh)
         _replace(output, fresh, aside=scratch / "replaced")
+        sync(output.parent)
         return metadata
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

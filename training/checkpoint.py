@@ -7,7 +7,9 @@
             .metadata, *.distcp     tensors, by torch.distributed.checkpoint
             rank_00000.json         what a rank holds on the host: step, loader cursor, random states
             config.gin, operative_config.gin, config.json
+            versions.json           of the packages that wrote it
             manifest.json           SHA-256 of every other file; a copy cut short or a flipped bit is found by it
+        best -> step_00000020   a link, with TrainerArgs.best_metric
         .writing_step_00000030/ a crash interrupted this one: ignored, and removed by the next save
 """
 
@@ -32,12 +34,14 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from genrec.configs.schema import UserError
+from genrec.data.files import link_atomically, sync, write_synced
 from genrec.training.sharding import Ranks
 
 LOG = logging.getLogger(__name__)
 STEP_NAME = re.compile(r"step_(\d{8,})")
 WRITING_PREFIX = ".writing_"
 MANIFEST = "manifest.json"
+BEST = "best"
 
 
 class CheckpointError(UserError):
@@ -45,7 +49,10 @@ class CheckpointError(UserError):
 
 
 class CheckpointStore:
-    """The checkpoints of one run: saves, keeps the newest ``keep``, finds the newest whole one. Ranks call alike."""
+    """The checkpoints of one run: saves, keeps the newest ``keep`` and the best, finds the newest whole one.
+
+    Ranks call alike.
+    """
 
     def __init__(self, directory: Path, *, keep: int, ranks: Ranks) -> None:
         self.directory = directory
@@ -53,28 +60,54 @@ class CheckpointStore:
         self.ranks = ranks
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; what is skipped on the way is logged."""
-        found = newest_checkpoint(self.directory) if self.ranks.is_main else None
-        return self.ranks.gather(found)[0]
+        """The newest whole checkpoint; what is skipped on the way is logged, with the reason."""
+
+        def find() -> Path | None:
+            found = newest_checkpoint(self.directory)
+            if found is None and self.steps():
+                LOG.warning("no checkpoint in %s is whole: starts anew", self.directory)
+            return found
+
+        return self.ranks.gather(find() if self.ranks.is_main else None)[0]
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, newest first, whole or not."""
+        return [_step_of(path) for path in _by_step(self.directory)] if self.directory.is_dir() else []
 
     def save(
-        self, step: int, *, tensors: Mapping[str, Tensor], host: Mapping[str, Any], texts: Mapping[str, str]
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        host: Mapping[str, Any],
+        texts: Mapping[str, str],
+        best_step: int | None = None,
     ) -> Path:
         """Write checkpoint ``step``; returns its folder once it is whole on every rank.
 
-        tensors: by name, equal on all ranks; host: this rank's own JSON values; texts: file name -> content.
-        Raises CheckpointError where the disk refuses.
+        tensors: by name, equal on all ranks; host: this rank's own JSON values; texts: file name -> content. best_step:
+        of the best checkpoint, which is kept however old it is. Raises CheckpointError where the disk refuses, which
+        leaves the checkpoints before as they are and nothing of this one.
         """
         final = self.directory / f"step_{step:08d}"
         writing = self.directory / f"{WRITING_PREFIX}{final.name}"
-        self._main_only(lambda: self._begin(writing))
-        self.ranks.together(lambda: _on_disk(lambda: _write_host(writing, self.ranks.rank, host)))
-        # A rank alone would be warned that it saves without a process group, which is what it asked for.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _on_disk(lambda: _write_tensors(writing, tensors))
-        self._main_only(lambda: self._finish(writing, final, texts))
+        try:
+            self._main_only(lambda: self._begin(writing))
+            self.ranks.together(lambda: _on_disk(lambda: _write_host(writing, self.ranks.rank, host)))
+            # A rank alone would be warned that it saves without a process group, which is what it asked for.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _on_disk(lambda: _write_tensors(writing, tensors))
+            self._main_only(lambda: self._finish(writing, final, texts, best_step))
+        except UserError:
+            if self.ranks.is_main:  # all ranks have ended writing: what is there only fills the disk
+                shutil.rmtree(writing, ignore_errors=True)
+            raise
         return final
+
+    def mark_best(self, step: int) -> None:
+        """Let "best" lead to checkpoint ``step``, and drop the one before where it is not among the newest."""
+        self._main_only(lambda: self._mark_best(step))
 
     def _main_only(self, action: Callable[[], None]) -> None:
         self.ranks.together(lambda: _on_disk(action) if self.ranks.is_main else None)
@@ -85,18 +118,29 @@ class CheckpointStore:
             shutil.rmtree(leftover)
         writing.mkdir()
 
-    def _finish(self, writing: Path, final: Path, texts: Mapping[str, str]) -> None:
+    def _mark_best(self, step: int) -> None:
+        link_atomically(self.directory / BEST, f"step_{step:08d}")
+        self._prune(step)
+
+    def _prune(self, best_step: int | None) -> None:
+        for path in _by_step(self.directory)[self.keep :]:
+            if _step_of(path) != best_step:
+                self._remove(path)
+
+    def _finish(self, writing: Path, final: Path, texts: Mapping[str, str], best_step: int | None) -> None:
         for name, text in texts.items():
             write_synced(writing / name, text)
         digests = {p.name: _digest(p) for p in sorted(writing.iterdir())}
         write_synced(writing / MANIFEST, json.dumps(digests, indent=1))
-        sync_directory(writing)
+        sync(writing)
         if final.exists():  # never a whole one: a run continues from the newest whole checkpoint and goes beyond it
             self._remove(final)
         writing.rename(final)
-        sync_directory(self.directory)
-        for path in _by_step(self.directory)[self.keep :]:
-            self._remove(path)
+        sync(self.directory)
+        if best_step is None:
+            self._prune(None)
+        else:
+            self._mark_best(best_step)
 
     def _remove(self, path: Path) -> None:
         # Renamed first, so that a crash in between never leaves half a checkpoint under a whole one's name.
@@ -172,22 +216,6 @@ def read_host(path: Path, *, rank: int) -> dict[str, Any]:
     return values
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write ``text`` and wait until it is on the disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text``: a reader, and a crash, see the old content or the new."""
-    beside = path.with_name(f".{path.name}.writing")
-    write_synced(beside, text)
-    beside.replace(path)
-    sync_directory(path.parent)
-
-
 def require_writable(folder: Path, *, what: str) -> None:
     """Raises UserError, "``what`` cannot be written: ...", where files can't be made in ``folder``; makes nothing.
 
@@ -198,15 +226,6 @@ def require_writable(folder: Path, *, what: str) -> None:
         raise UserError(f"{what} cannot be written: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"{what} cannot be written: Permission denied ({existing})")
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until renames and new names in ``path`` are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -239,7 +258,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _step_of(path: Path) -> int:
+    match = STEP_NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1))
+
+
 def _by_step(directory: Path) -> list[Path]:
     """The folders named as checkpoints, newest first."""
-    steps = {p: match for p in directory.iterdir() if (match := STEP_NAME.fullmatch(p.name))}
-    return sorted(steps, key=lambda p: int(steps[p].group(1)), reverse=True)
+    return sorted((p for p in directory.iterdir() if STEP_NAME.fullmatch(p.name)), key=_step_of, reverse=True)

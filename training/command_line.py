@@ -11,6 +11,7 @@ from pathlib import Path
 from genrec.configs.schema import UserError
 from genrec.training.sharding import is_main_process, speaks, tell
 from genrec.training.step import NonFiniteError
+from genrec.training.stopping import Stopped
 
 EXIT_USER_ERROR, EXIT_NOT_FINITE, EXIT_INTERRUPTED = 2, 3, 130
 
@@ -30,6 +31,10 @@ def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
         elif not error.told:  # met before the ranks had joined: torchrun stops all of them when the first one ends
             time.sleep(1.0)
         return EXIT_NOT_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
+    except Stopped as stopped:
+        if is_main_process():
+            at = "in the final evaluation" if stopped.step is None else f"after step {stopped.step}, which is saved"
+            print(f"stopped by SIGTERM {at}: starting it again continues there", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if debug:
             raise

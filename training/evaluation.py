@@ -18,8 +18,9 @@ from genrec.data.format import DataError
 from genrec.hstu.precision.state import restore, snapshot
 from genrec.model.ranking import RankingModel
 from genrec.training.metrics import RankingMetrics
-from genrec.training.sharding import Ranks
+from genrec.training.sharding import Attempt, Ranks
 from genrec.training.state import random_state, set_random_state
+from genrec.training.stopping import Stopped, stop_asked
 
 PROTOCOLS = ("sequential", "frozen")
 
@@ -90,6 +91,7 @@ def evaluate(
     """Evaluate ``model`` (without DDP) on ``loader``, of which this rank sees its own part.
 
     Leaves random generators, the model's mode and FP8 state as they were. An error in a rank's data stops all ranks.
+    Raises Stopped on all of them where one is asked to stop.
     """
     metrics = make_metrics().to(ranks.device)
     num_targets = torch.zeros(1, dtype=torch.int64, device=ranks.device)
@@ -97,7 +99,7 @@ def evaluate(
     batches = iter(itertools.islice(loader, max_iters))
     with undisturbed(model), torch.no_grad():
         # All ranks have the same number of batches, so they end together.
-        while (batch := ranks.together(lambda: _next(batches, split))) is not None:
+        while (batch := _agreed(Attempt.of(lambda: _next(batches, split)), ranks)) is not None:
             on_device = batch.to(ranks.device)
             output = model(on_device)
             scores, labels = model.scores(output), model.binary_labels(output.labels)
@@ -135,6 +137,14 @@ def _next(batches: Iterator[Batch], split: str) -> Batch | None:
         return next(batches, None)
     except DataError as error:
         raise DataError(f"{split} split: {error}") from error
+
+
+def _agreed(attempt: Attempt[Batch | None], ranks: Ranks) -> Batch | None:
+    num_failed, num_stop = ranks.sum_counts([int(attempt.error is not None), int(stop_asked())])
+    batch = ranks.settle(attempt, num_failed=num_failed)
+    if num_stop:
+        raise Stopped
+    return batch
 
 
 @contextlib.contextmanager

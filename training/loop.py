@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from genrec.training.evaluation import Evaluation
 from genrec.training.report import Meter, RunLog
 from genrec.training.sharding import Attempt, Ranks
 from genrec.training.step import StepResult, TrainStep
+from genrec.training.stopping import Stopped, stop_asked
 
 LOG = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class TrainLoader(Protocol):
 class Loop:
     """Trains from ``step`` to ``total_steps``.
 
-    ``evaluate(splits)`` and ``save(step)`` are given; neither may change what training computes.
+    ``evaluate(splits)``, ``save(step)`` and ``is_best(step, evaluations)``, whether a step is to be saved for what its
+    evaluations say, are given; none of them may change what training computes.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Loop:
         meter: Meter,
         evaluate: Callable[[Sequence[str]], list[Evaluation]],
         save: Callable[[int], None],
+        is_best: Callable[[int, Sequence[Evaluation]], bool] = lambda step, evaluations: False,
         first_step: int = 0,
     ) -> None:
         self.trainer = trainer
@@ -57,23 +60,30 @@ class Loop:
         self.meter = meter
         self.evaluate = evaluate
         self.save = save
+        self.is_best = is_best
         self.step = first_step
         self.total_steps = total_steps(trainer, loader)
 
     def run(self) -> None:
-        """Train; ends with a checkpoint of the last step, without the final evaluation."""
+        """Train; ends with a checkpoint of the last step, without the final evaluation.
+
+        Raises Stopped, with a checkpoint of the step, where a rank has been asked to stop.
+        """
         remaining = self.total_steps - self.step
         if self.trainer.profile and remaining < self.trainer.profile_step_start:
             LOG.warning("nothing is profiled: only %d steps are left, below profile_step_start", remaining)
+        self._make_up_evaluation()
         micro_batches = grouped(self.loader, self.trainer.accumulate_steps)
         self.train_step.model.train()
         with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
             while self.step < self.total_steps:
                 batches = Attempt.of(lambda: self._next(micro_batches))
                 self.step += 1
-                result = self.train_step.attempt(batches, step=self.step)
+                result = self.train_step.attempt(batches, step=self.step, stop=stop_asked())
                 self._record(result)
                 profile_step()
+                if result.stop_asked:
+                    self._stop()
                 self._between_steps()
         self.ranks.together(self.log.raise_failure)
 
@@ -99,11 +109,31 @@ class Loop:
     def _between_steps(self) -> None:
         last = self.step == self.total_steps  # the final evaluation follows the loop
         self.meter.pause()
-        if self._due(self.trainer.eval_interval) and not last:
-            self.log.evaluations(self.step, self.evaluate(("valid",)))
-        if self._due(self.trainer.ckpt_save_interval) or last:
+        best = self._due(self.trainer.eval_interval) and not last and self._evaluate()
+        if self._due(self.trainer.ckpt_save_interval) or last or best:
             self.save(self.step)
         self.meter.resume()
+
+    def _evaluate(self) -> bool:
+        """Evaluate the validation split; whether this step is the best so far."""
+        try:
+            evaluations = self.evaluate(("valid",))
+        except Stopped:
+            self._stop()
+        self.log.evaluations(self.step, evaluations)
+        return self.is_best(self.step, evaluations)
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluate the step that a run continues from, where it was stopped before it had."""
+        due = self.step > 0 and self._due(self.trainer.eval_interval) and self.step < self.total_steps
+        if due and not self.ranks.gather(self.log.has_evaluation(self.step))[0] and self._evaluate():
+            self.save(self.step)
+
+    def _stop(self) -> NoReturn:
+        """Save this step, whose evaluation is made up for by the run that continues, and end."""
+        self.save(self.step)
+        self.ranks.together(self.log.raise_failure)
+        raise Stopped(self.step)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0

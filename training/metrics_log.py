@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from genrec.configs.schema import UserError
-from genrec.training.checkpoint import write_atomically
+from genrec.data.files import write_atomically
 
 Line = dict[str, Any]
 

@@ -145,6 +145,10 @@ class RunLog:
         """Everything recorded so far."""
         return read_lines(self.path)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the validation of ``step`` is recorded; on ranks other than 0 it never is."""
+        return self.is_main and any(line["event"] == "valid" and line["step"] == step for line in self.lines())
+
     def final_lines(self, step: int, *, splits: Sequence[str], protocols: Sequence[str]) -> list[Line]:
         """The evaluations of ``step``, if those of all splits in all protocols are there; else none, on disk too."""
         if not self.is_main:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import logging
+import platform
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +16,17 @@ import torch
 
 from genrec.configs.loading import operative_text
 from genrec.configs.schema import RANKING_METRICS, ExperimentConfig, UserError
+from genrec.data.files import write_atomically
 from genrec.data.format import SPLIT_NAMES
 from genrec.model.ranking import RankingModel
 from genrec.training import same_run, state
 from genrec.training.average import WeightAverage
-from genrec.training.checkpoint import CheckpointStore, read_host, resolve_checkpoint, write_atomically
+from genrec.training.best import BestCheckpoint
+from genrec.training.checkpoint import CheckpointStore, read_host, resolve_checkpoint
 from genrec.training.datasets import RunData
 from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
 from genrec.training.metrics import RankingMetrics
+from genrec.training.metrics_log import Line
 from genrec.training.optim import build_optimizers
 from genrec.training.report import Meter
 from genrec.training.sharding import Ranks
@@ -78,11 +84,15 @@ class Run(Evaluator):
         self.output_dir = Path(trainer.output_dir)
         directory = Path(trainer.ckpt_save_dir) if trainer.ckpt_save_dir else self.output_dir / "checkpoints"
         self.store = CheckpointStore(directory, keep=trainer.keep_checkpoints, ranks=ranks)
+        metric = trainer.best_metric
+        self.best = None if metric is None else BestCheckpoint(metric, protocols=self.data.protocols)
         self.meter = Meter()
+        self._saved_step: int | None = None
         self._texts = {
             "config.gin": config.text,
             "operative_config.gin": operative_text(),
             "config.json": json.dumps(same_run.config_values(config), indent=1),
+            "versions.json": json.dumps(versions(), indent=1),
         }
         seed_everything(trainer.seed + ranks.rank)  # each rank draws its own dropout
 
@@ -119,7 +129,11 @@ class Run(Evaluator):
         return 0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of everything that training computes from."""
+        """Write a checkpoint of everything that training computes from, where ``step`` has none yet."""
+        if step == self._saved_step:  # saved before it was evaluated
+            if self.best is not None and self.best.step == step:
+                self.store.mark_best(step)
+            return
         host = {
             "step": step,
             "world_size": self.ranks.world_size,
@@ -135,8 +149,23 @@ class Run(Evaluator):
                 f"{unsound} is not finite after step {step}, which is not saved: a smaller "
                 "OptimizerArgs.learning_rate may keep it so"
             )
-        path = self.store.save(step, tensors=tensors, host=host, texts=self._texts)
+        best_step = None if self.best is None else self.best.step
+        path = self.store.save(step, tensors=tensors, host=host, texts=self._texts, best_step=best_step)
         LOG.info("saved %s", path)
+        self._saved_step = step
+
+    def resume_best(self, lines: Sequence[Line]) -> None:
+        """Learn from rank 0's lines of metrics.jsonl which checkpoint is the best."""
+        if self.best is not None:
+            steps = self.ranks.gather(self.store.steps())[0]
+            self.best.resume(self.ranks.gather(list(lines))[0], steps=steps)
+
+    def is_best(self, step: int, evaluations: Sequence[Evaluation]) -> bool:
+        """Whether checkpoint ``step`` is to be kept as the best, by what TrainerArgs.best_metric says of it."""
+        if self.best is None or not self.ranks.gather(self.best.take(step, evaluations))[0]:
+            return False
+        LOG.info("step %d is the best so far: %s %.4f", step, self.best.metric, self.best.value)
+        return True
 
     def evaluate_splits(self, splits: Sequence[str]) -> list[Evaluation]:
         """Evaluate ``splits`` in both protocols, with the averaged weights where the run keeps them."""
@@ -162,7 +191,18 @@ class Run(Evaluator):
                 host["world_size"],
                 self.ranks.world_size,
             )
-        return int(host["step"])
+        self._saved_step = int(host["step"])
+        return self._saved_step
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint, for who reads it later."""
+    packages = ("genrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "transformer-engine", "triton")
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def seed_everything(seed: int) -> None:

@@ -31,7 +31,10 @@ class NonFiniteError(UserError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step saw, over all ranks and micro-batches. ``loss_sum`` is over targets; ``applied``: weights changed."""
+    """What a step saw, over all ranks and micro-batches.
+
+    ``loss_sum`` is over targets. ``applied``: weights changed. ``stop_asked``: a rank has been asked to stop.
+    """
 
     loss_sum: float
     num_targets: int
@@ -40,6 +43,7 @@ class StepResult:
     learning_rate: float
     applied: bool
     finite: bool = True
+    stop_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,15 @@ class TrainStep:
         """Train on ``batches`` as optimizer step ``step`` (1, 2, ...)."""
         return self.attempt(Attempt(value=batches), step=step)
 
-    def attempt(self, batches: Attempt[Sequence[Batch]], *, step: int) -> StepResult:
-        """The step where reading the batches may have failed on a rank: then all stop, as in ``Ranks.together``."""
+    def attempt(self, batches: Attempt[Sequence[Batch]], *, step: int, stop: bool = False) -> StepResult:
+        """The step where reading the batches may have failed on a rank: then all stop, as in ``Ranks.together``.
+
+        stop: whether this rank has been asked to stop.
+        """
         own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches.value or ()]
         counts = [sum(column) for column in zip((0, 0, 0), *own, strict=True)]
-        num_targets, num_tokens, num_users, num_failed = self.ranks.sum_counts(
-            [*counts, int(batches.error is not None)]
+        num_targets, num_tokens, num_users, num_failed, num_stop = self.ranks.sum_counts(
+            [*counts, int(batches.error is not None), int(stop)]
         )
         micro_batches = self.ranks.settle(batches, num_failed=num_failed)
         learning_rate = self.set_learning_rates(step)
@@ -124,6 +131,7 @@ class TrainStep:
             learning_rate=learning_rate,
             applied=finite and num_targets > 0,
             finite=finite,
+            stop_asked=num_stop > 0,
         )
 
     def _train(self, batches: Sequence[Batch], num_targets: int, *, step: int) -> tuple[float, bool]:

@@ -24,6 +24,7 @@ from genrec.training.report import RunLog
 from genrec.training.run import Run
 from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group, replicate
 from genrec.training.step import TrainStep
+from genrec.training.stopping import listening
 
 LOG = logging.getLogger(__name__)
 FINAL_SPLITS = ("valid", "test")
@@ -31,7 +32,9 @@ BALANCE_BATCHES = 50  # global batches that the report on balance looks at
 
 
 def main(task: Task, argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code: 0, 2 for what the user can mend, 3 for a loss gone NaN."""
+    """Train as the command line says; returns the exit code: 0 for an end or a stop that was asked for (SIGTERM), 2 for
+    what the user can mend, 3 for a loss gone NaN.
+    """
     args = _parser().parse_args(argv)
     setup_logging(is_main=is_main_process())
 
@@ -65,9 +68,10 @@ def train(config: ExperimentConfig) -> list[Line]:
     """Train, evaluate and report one run; returns the final evaluations as lines of metrics.jsonl.
 
     A run that was stopped continues from its newest checkpoint (TrainerArgs.resume), a finished one shows its results.
+    Raises Stopped where it was asked to stop (SIGTERM), with all that is done saved.
     """
     require_available(config)
-    with process_group(config.trainer.device) as ranks:
+    with listening(), process_group(config.trainer.device) as ranks:
         check_same_config(ranks, config.digest)
         use_deterministic_algorithms(config.trainer.deterministic)
         run = ranks.together(lambda: Run(config, ranks=ranks))
@@ -81,6 +85,7 @@ def train(config: ExperimentConfig) -> list[Line]:
         steps = total_steps(config.trainer, run.loader)
         log = RunLog(run.output_dir, is_main=ranks.is_main, total_steps=steps, first_step=first_step)
         try:
+            run.resume_best(log.lines() if ranks.is_main else [])
             if first_step < steps:
                 _train_steps(run, log, first_step=first_step, steps=steps)
             else:
@@ -120,6 +125,7 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         meter=run.meter,
         evaluate=run.evaluate_splits,
         save=run.save,
+        is_best=run.is_best,
         first_step=first_step,
     )
     loop.run()
@@ -157,8 +163,11 @@ def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
         return run.ranks.gather(lines)[0]
 
     if not recorded():
-        log.evaluations(step, run.evaluate_splits(FINAL_SPLITS))
+        evaluations = run.evaluate_splits(FINAL_SPLITS)
+        log.evaluations(step, evaluations)
         run.ranks.together(log.raise_failure)
+        if run.is_best(step, evaluations):
+            run.store.mark_best(step)
     log.close()
     results = recorded()
     if run.ranks.is_main:

@@ -67,6 +67,15 @@ def test_damaged_checkpoint_is_skipped_and_said(store, caplog, damage):
     assert store.newest() == damaged
 
 
+def test_where_nothing_is_whole_the_run_says_that_it_starts_anew(store, caplog):
+    for step in (1, 2):
+        (save(store, step) / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="genrec"):
+        assert store.newest() is None
+    reasons = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text.split(": ")[-1] for text in reasons] == 2 * ["it has no readable manifest.json"] + ["starts anew"]
+
+
 def test_interrupted_writing_is_ignored_and_cleared(store, caplog):
     whole = save(store, 1)
     (store.directory / ".writing_step_00000002").mkdir()
@@ -97,6 +106,7 @@ def test_full_disk_is_one_sentence_and_leaves_the_previous(store, limit):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert len(str(caught.value).splitlines()) == 1
+    assert [path.name for path in store.directory.iterdir()] == [whole.name]  # what was written of it is gone
     assert store.newest() == whole
     assert save(store, 3) == store.newest()
 

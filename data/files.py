@@ -1,0 +1,46 @@
+"""Files that survive a crash: what is written is on the disk before anything says that it is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write ``text`` and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``: a reader, and a crash, see the old content or the new."""
+    beside = path.with_name(f".{path.name}.writing")
+    write_synced(beside, text)
+    beside.replace(path)
+    sync(path.parent)
+
+
+def link_atomically(link: Path, target: str) -> None:
+    """Let the symbolic link ``link`` lead to ``target``, as seen from its folder, whatever it led to before."""
+    beside = link.with_name(f".{link.name}.writing")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    beside.replace(link)
+    sync(link.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names and renames in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until ``folder`` with all that is in it is on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)

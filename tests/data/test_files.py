@@ -1,0 +1,57 @@
+"""What is renamed into place is on the disk before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from genrec.data.files import link_atomically, sync_tree, write_atomically
+from genrec.data.prepare import prepare
+
+
+@pytest.fixture
+def disk_order(monkeypatch):
+    """What reaches the disk in which order: ("sync", path) and ("rename", from, to)."""
+    order = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noting_fsync(descriptor):
+        order.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def noting_rename(self, target):
+        order.append(("rename", self, Path(target)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(Path, "rename", noting_rename)
+    return order
+
+
+def test_a_prepared_dataset_is_on_the_disk_before_it_has_its_name(tmp_path, write_source, disk_order):
+    output = tmp_path / "prepared"
+    prepare("ml-1m", output=output, source=write_source("ml-1m"))
+    (renamed,) = [place for place, event in enumerate(disk_order) if event[0] == "rename"]
+    fresh = disk_order[renamed][1]
+    synced = {event[1] for event in disk_order[:renamed]}
+    written = {fresh / path.relative_to(output) for path in (output, *output.rglob("*"))}
+    assert any(path.suffix == ".parquet" for path in written) and written <= synced
+    assert ("sync", tmp_path) in disk_order[renamed:]
+
+
+def test_sync_tree_reaches_every_depth(tmp_path, disk_order):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").write_text("x")
+    sync_tree(tmp_path)
+    assert {event[1] for event in disk_order} == {tmp_path, *tmp_path.rglob("*")}
+
+
+def test_files_and_links_are_replaced(tmp_path):
+    for text in ("one", "two"):
+        write_atomically(tmp_path / "file", text)
+        link_atomically(tmp_path / "link", f"to_{text}")
+        assert (tmp_path / "file").read_text() == text
+        assert os.readlink(tmp_path / "link") == f"to_{text}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
