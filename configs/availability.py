@@ -83,9 +83,6 @@ def _missing_of_data(config: ExperimentConfig) -> Iterator[str]:
     for table in dataset.embedding_args:
         if isinstance(table, DynamicEmbeddingArgs):
             yield f"DynamicEmbeddingArgs (table {table.table_name!r}), EmbeddingArgs is"
-        elif table.sharding_type != "data_parallel":
-            asked = f"EmbeddingArgs.sharding_type = {table.sharding_type!r} (table {table.table_name!r})"
-            yield f"{asked}, 'data_parallel' is"
     for group in dataset.feature_args:
         several = group.is_jagged or group.max_sequence_length > 1
         for name in sorted(set(group.feature_names) & set(dataset.contextual_feature_names)):

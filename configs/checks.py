@@ -93,6 +93,13 @@ def require_choices(args: Any, name: str, choices: Sequence[str]) -> None:
     require_unique(args, name)
 
 
+def require_choice_values(args: Any, name: str, choices: Sequence[str]) -> None:
+    """As :func:`require_choice`, for every value of a dict. None passes."""
+    values = getattr(args, name)
+    if values is not None:
+        set_field(args, name, {key: _choose(args, name, value, choices) for key, value in values.items()})
+
+
 def require_unique(args: Any, name: str) -> None:
     """Refuse a tuple that holds a value twice."""
     values = getattr(args, name)

@@ -16,7 +16,15 @@ from genrec.configs.fp8_widths import check_fp8
 if TYPE_CHECKING:
     from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig, NetworkArgs
 
-DIGEST_IGNORES = ("output_dir", "resume", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints", "attention_tiles")
+DIGEST_IGNORES = (
+    "output_dir",
+    "resume",
+    "ckpt_save_dir",
+    "ckpt_load_dir",
+    "ckpt_load_parts",
+    "keep_checkpoints",
+    "attention_tiles",
+)
 
 
 def check_synthetic_features(args: BenchmarkDatasetArgs) -> None:

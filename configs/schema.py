@@ -20,6 +20,7 @@ from genrec.configs.checks import (
     require,
     require_at_least,
     require_choice,
+    require_choice_values,
     require_choices,
     require_fraction,
     require_minus_one_or_positive,
@@ -78,6 +79,7 @@ class TrainerArgs:
     output_dir: str = "outputs"
     resume: str = "auto"  # "auto": continue from the newest whole checkpoint of the run; "never"
     keep_checkpoints: int = 3  # the newest so many, and the best beside them
+    ckpt_load_parts: str = "all"  # of ckpt_load_dir's: "all", "embedding" (tables alone), "dense" (all but tables)
     best_metric: str | None = None  # "AUC", "frozen/GAUC", ...: of the validation split, saves and keeps the best step
     grad_clip_norm: float | None = None
     lr_schedule: str = "constant"  # after warm-up: "constant", "linear" or "cosine" down to min_lr_ratio
@@ -102,6 +104,7 @@ class TrainerArgs:
         require_fraction(self, "ema_decay")
         require_choice(self, "pipeline_type", ("none", "native", "prefetch"))
         require_choice(self, "resume", ("auto", "never"))
+        require_choice(self, "ckpt_load_parts", ("all", "embedding", "dense"))
         require_choice(self, "best_metric", BEST_METRICS)
         evaluates = self.best_metric is None or self.eval_interval > 0
         require(self, "best_metric", evaluates, "needs evaluations to choose from, with eval_interval above 0")
@@ -137,6 +140,7 @@ class DatasetArgs:
     num_workers: int = 0
     contextual_features: tuple[str, ...] | None = None  # None: all that the dataset has
     item_features: tuple[str, ...] = ()  # added to the items' embeddings, such as ["genres", "year"] of MovieLens
+    sharding_types: dict[str, str] | None = None  # of tables, which have their features' names: {"item": "row_wise"}
     event_dropout: float = 0.0  # share of events left out of a training sequence (one stays), drawn anew each epoch
 
     def __post_init__(self) -> None:
@@ -147,6 +151,7 @@ class DatasetArgs:
         require_choice(self, "split", SPLIT_RULES)
         require_unique(self, "contextual_features")
         require_unique(self, "item_features")
+        require_choice_values(self, "sharding_types", SHARDING_TYPES)
         require_fraction(self, "event_dropout")
 
     def _resolve_alias(self) -> None:

@@ -16,7 +16,7 @@ rely on it, since sharded tables may answer a wrong id with some row; PyTorch's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,16 +31,21 @@ from genrec.data.batch import Batch
 from genrec.data.format import DatasetMetadata, item_feature_key
 from genrec.hstu.preprocessor import HSTUInputs
 from genrec.model.features import FeatureLayout, feature_layout
+from genrec.model.gate import GradientGate
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table: ``num_embeddings`` rows of ``embedding_dim`` numbers, read by the ids of ``feature_names``."""
+    """One table: ``num_embeddings`` rows of ``embedding_dim`` numbers, read by the ids of ``feature_names``.
+
+    sharding_type: as configured, one of configs.schema.SHARDING_TYPES.
+    """
 
     name: str
     feature_names: tuple[str, ...]
     num_embeddings: int
     embedding_dim: int
+    sharding_type: str = "data_parallel"
 
 
 def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None) -> tuple[TableSpec, ...]:
@@ -48,7 +53,8 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
     BenchmarkDatasetArgs.embedding_args lists (``metadata`` None).
 
     Raises:
-        ConfigError: a listed table that nothing reads, or that serves features of different embedding dims.
+        ConfigError: a listed table that nothing reads, or that serves features of different embedding dims; a sharding
+            type of a table that there isn't.
     """
     layout = feature_layout(config, metadata)
     if isinstance(config.dataset, BenchmarkDatasetArgs):
@@ -58,12 +64,20 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
     if layout.action is not None:
         rows[layout.action] = metadata.num_actions
     rows |= {item_feature_key(name): feature.num_values for name, feature in metadata.item_features.items()}
+    sharding_types = config.dataset.sharding_types or {}
+    unknown = sorted(set(sharding_types) - set(layout.names))
+    if unknown:
+        raise ConfigError(
+            f"DatasetArgs.sharding_types names {unknown[0]!r}, which is no table of this run: it has"
+            f" {', '.join(map(repr, layout.names))}"
+        )
     return tuple(
         TableSpec(
             name=name,
             feature_names=(name,),
             num_embeddings=rows[name],
             embedding_dim=feature_dim(name, layout=layout, network=config.network),
+            sharding_type=sharding_types.get(name, "data_parallel"),
         )
         for name in layout.names
     )
@@ -92,9 +106,15 @@ def _listed_tables(dataset: BenchmarkDatasetArgs, layout: FeatureLayout, network
                 feature_names=names,
                 num_embeddings=args.item_vocab_size_or_capacity,
                 embedding_dim=dims.pop(),
+                sharding_type=args.sharding_type,
             )
         )
     return tuple(tables)
+
+
+def module_name(table_name: str) -> str:
+    """The name of a table among the modules of its collection."""
+    return f"table_{table_name}"
 
 
 def embedding_configs(tables: Sequence[TableSpec], *, init_std: float | None) -> list[EmbeddingConfig]:
@@ -105,7 +125,7 @@ def embedding_configs(tables: Sequence[TableSpec], *, init_std: float | None) ->
     init = None if init_std is None else partial(nn.init.normal_, mean=0.0, std=init_std)
     return [
         EmbeddingConfig(
-            name=f"table_{table.name}",  # a module's name: "items" or "values" alone are taken by nn.ModuleDict
+            name=module_name(table.name),  # a module's name: "items" or "values" alone are taken by nn.ModuleDict
             embedding_dim=table.embedding_dim,
             num_embeddings=table.num_embeddings,
             feature_names=list(table.feature_names),
@@ -115,11 +135,18 @@ def embedding_configs(tables: Sequence[TableSpec], *, init_std: float | None) ->
     ]
 
 
+class ShardableTables(EmbeddingCollection):
+    """The tables that several ranks share: what sharding replaces (training/tables.py). On one rank they are whole."""
+
+
 class FeatureEmbeddings(nn.Module):
     """All tables of a model, float32, in an EmbeddingCollection for each embedding dim (TorchRec allows one in each).
 
-    Those collections are the modules that sharding replaces.
+    Tables that are to be sharded have collections of their own: "dim64" and "dim64_sharded". ``gate`` is there where
+    they are sharded (gate.py).
     """
+
+    gate: GradientGate | None = None
 
     def __init__(
         self,
@@ -128,19 +155,30 @@ class FeatureEmbeddings(nn.Module):
         layout: FeatureLayout,
         init_std: float | None = None,
         item_feature_scale: float = 1.0,
+        sharded: Collection[str] = (),
         device: torch.device | None = None,
     ) -> None:
+        """sharded: names of the tables that are to be sharded."""
         super().__init__()
         self.layout = layout
         self.item_feature_scale = item_feature_scale
-        configs = embedding_configs(tables, init_std=init_std)
-        dims = sorted({config.embedding_dim for config in configs})
-        self.collections = nn.ModuleDict(
-            {
-                f"dim{dim}": EmbeddingCollection([c for c in configs if c.embedding_dim == dim], device=device)
-                for dim in dims
-            }
-        )
+        dims = sorted({table.embedding_dim for table in tables})
+        # All in one collection, and in this order, first weights are the same whatever is sharded.
+        whole = {
+            dim: EmbeddingCollection(
+                embedding_configs([table for table in tables if table.embedding_dim == dim], init_std=init_std),
+                device=device,
+            )
+            for dim in dims
+        }
+        self.collections = nn.ModuleDict()
+        for dim, collection in whole.items():
+            names = {module_name(name) for name in sharded}
+            replicated, shardable = _parted(collection, names)
+            if replicated is not None:
+                self.collections[f"dim{dim}"] = replicated
+            if shardable is not None:
+                self.collections[f"dim{dim}_sharded"] = shardable
 
     def forward(self, batch: Batch) -> HSTUInputs:
         """Looks up every feature of ``batch`` and puts contexts user after user."""
@@ -167,7 +205,10 @@ class FeatureEmbeddings(nn.Module):
         vectors: dict[str, Tensor] = {}
         for collection in self.collections.values():
             embedded: dict[str, JaggedTensor] = collection(features)
-            vectors.update({name: jagged.values() for name, jagged in embedded.items()})
+            looked_up = {name: jagged.values() for name, jagged in embedded.items()}
+            if self.gate is not None and not isinstance(collection, EmbeddingCollection):
+                looked_up = {name: self.gate.cut(values) for name, values in looked_up.items()}
+            vectors.update(looked_up)
         return vectors
 
     def _items(self, vectors: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -189,6 +230,22 @@ class FeatureEmbeddings(nn.Module):
         users = torch.arange(per_user.shape[1], device=values.device).repeat(len(names))
         owner = users.repeat_interleave(per_user.flatten(), output_size=values.shape[0])
         return values[owner.argsort(stable=True)], _offsets(per_user.sum(dim=0))
+
+
+def _parted(
+    collection: EmbeddingCollection, sharded: Collection[str]
+) -> tuple[EmbeddingCollection | None, ShardableTables | None]:
+    """``collection`` without the tables ``sharded``, and those; None instead of nothing. Weights are kept."""
+    configs = collection.embedding_configs()
+    if not any(config.name in sharded for config in configs):
+        return collection, None
+    apart = ShardableTables([c for c in configs if c.name in sharded], device=torch.device("meta"))
+    rest = [c for c in configs if c.name not in sharded]
+    replicated = EmbeddingCollection(rest, device=torch.device("meta")) if rest else None
+    for part in (apart, replicated):
+        if part is not None:
+            part.embeddings.update({name: collection.embeddings[name] for name in part.embeddings})
+    return replicated, apart
 
 
 def pool_values(vectors: Tensor, ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ label's mask; or, with one task and a last layer of k > 1, one of k classes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ class RankingModel(nn.Module):
 
     Args:
         metadata: of the prepared dataset; None for synthetic data.
+        sharded: names of the tables that are to be sharded.
         device: where parameters are made; torch.device("meta") makes none.
 
     Raises:
@@ -58,6 +60,7 @@ class RankingModel(nn.Module):
         config: ExperimentConfig,
         *,
         metadata: DatasetMetadata | None = None,
+        sharded: Collection[str] = (),
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -73,6 +76,7 @@ class RankingModel(nn.Module):
                 layout=layout,
                 init_std=network.embedding_init_std,
                 item_feature_scale=network.item_feature_scale,
+                sharded=sharded,
                 device=device,
             )
             item_dim = feature_dim(layout.item, layout=layout, network=network)

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,19 +195,43 @@ def resolve_checkpoint(path: Path) -> Path:
     return found
 
 
-def read_tensors(path: Path, *, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names start with one of ``prefixes``, on the CPU."""
-    reader = FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
+def read_tensors(path: Path, *, prefixes: tuple[str, ...], without: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names start with one of ``prefixes``, whole, on the CPU; not ``without``."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
+        for name, entry in _entries(path).items()
+        if name.startswith(prefixes) and name not in without
     }
+    read_into(path, tensors)
+    return tensors
+
+
+def read_into(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill ``targets``, whole tensors and ShardedTensors, from a checkpoint's tensors of the same names.
+
+    Raises CheckpointError where one is not there or has another shape.
+    """
+    entries = _entries(path)
+    for name, tensor in targets.items():
+        there = tuple(entries[name].size) if name in entries else "absent"
+        if there != tuple(tensor.size()):
+            raise CheckpointError(
+                f"{path} is of another model: {name} is {there} there and {tuple(tensor.size())} here"
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)  # every rank reads all it asks for, without the others
-    return tensors
+        # Every rank reads all it asks for, without the others.
+        dcp.load(dict(targets), storage_reader=FileSystemReader(path), no_dist=True)
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's tensors."""
+    return {name: tuple(entry.size) for name, entry in _entries(path).items()}
+
+
+def _entries(path: Path) -> dict[str, TensorStorageMetadata]:
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_host(path: Path, *, rank: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from genrec.data.balance import SequenceCost
 from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, check_dataset_name, read_metadata
 from genrec.data.loader import SequenceDataset, SequenceLoader
 from genrec.data.synthetic import SyntheticLoader
+from genrec.data.vocabulary import table_keys
 from genrec.model.features import feature_layout
 from genrec.training.evaluation import PROTOCOLS, read_item_vocabulary
 
@@ -94,6 +95,12 @@ class RunData:
         if self.metadata is None:
             return None
         return {"name": self.metadata.name, "source_hash": self.metadata.source_hash, "split": self.metadata.split}
+
+    def vocabulary(self) -> dict[str, np.ndarray] | None:
+        """The keys of each table's rows (data/vocabulary.py), for later runs; None for synthetic data."""
+        if isinstance(self.config.dataset, BenchmarkDatasetArgs) or self.metadata is None:
+            return None
+        return table_keys(dataset_directory(self.config.dataset), self.metadata)
 
     def train_loader(self) -> SequenceLoader | SyntheticLoader:
         """The loader of the train split. Raises DataError where it has no batch."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -18,31 +19,55 @@ from genrec.configs.schema import OptimizerArgs, TrainerArgs
 def build_optimizers(model: nn.Module, args: OptimizerArgs) -> tuple[Optimizer, ...]:
     """One optimizer for the dense weights, one for the embedding tables; a parameter is in exactly one group of one.
 
+    Sharded tables (training/tables.py) are in none: theirs runs inside their backward.
     Weight decay of the dense part is for matrices only, never for biases and norms; embedding_weight_decay is for whole
     tables, at every step also for rows that the step didn't read. It is decoupled with "adamw", and an L2 term of the
     gradient otherwise.
     """
     tables = embedding_parameters(model)
-    is_table = {id(table) for table in tables}
-    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in is_table]
+    elsewhere = {id(p) for p in (*tables, *sharded_parameters(model).values())}
+    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
     matrices, vectors = [p for p in dense if p.ndim > 1], [p for p in dense if p.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     table_groups = [{"params": tables, "weight_decay": args.embedding_weight_decay}]
-    table_rate = args.learning_rate if args.embedding_learning_rate is None else args.embedding_learning_rate
-    table_optimizer = args.embedding_optimizer_str or args.optimizer_str
-    return (
-        _optimizer(args.optimizer_str, groups, learning_rate=args.learning_rate, args=args),
-        _optimizer(table_optimizer, table_groups, learning_rate=table_rate, args=args),
-    )
+    dense_optimizer = _optimizer(args.optimizer_str, groups, learning_rate=args.learning_rate, args=args)
+    if not tables:
+        return (dense_optimizer,)
+    rate = table_learning_rate(args)
+    return dense_optimizer, _optimizer(table_optimizer(args), table_groups, learning_rate=rate, args=args)
+
+
+def table_optimizer(args: OptimizerArgs) -> str:
+    """The optimizer of embedding tables."""
+    return args.embedding_optimizer_str or args.optimizer_str
+
+
+def table_learning_rate(args: OptimizerArgs) -> float:
+    """The full learning rate of embedding tables."""
+    return args.learning_rate if args.embedding_learning_rate is None else args.embedding_learning_rate
 
 
 def embedding_parameters(model: nn.Module) -> list[Parameter]:
-    """The weights of all TorchRec embedding tables in ``model``; its other embeddings (positions) are dense weights."""
+    """The weights of all tables that this rank holds whole; other embeddings (of positions) are dense weights."""
     collections = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
     return [parameter for collection in collections for parameter in collection.parameters()]
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """This rank's parts of sharded tables, by name in ``model``."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
+    return {f"{at}.{name}": p for at, module in modules.items() for name, p in module.named_parameters()}
+
+
+class Scheduled(Protocol):
+    """What has learning rates to schedule."""
+
+    @property
+    def param_groups(self) -> Collection[Any]:
+        """Each with its "lr"."""
 
 
 class LearningRateSchedule:
@@ -52,7 +77,7 @@ class LearningRateSchedule:
     along a line or half a cosine, in such a way that the last step still moves the weights: the end lies a step beyond.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], trainer: TrainerArgs, *, total_steps: int) -> None:
+    def __init__(self, optimizers: Sequence[Scheduled], trainer: TrainerArgs, *, total_steps: int) -> None:
         self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.rates = [group["lr"] for group in self.groups]
         self.trainer = trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -13,13 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
+from torchrec.distributed.types import ShardingPlan
 
 from genrec.configs.loading import operative_text
 from genrec.configs.schema import RANKING_METRICS, ExperimentConfig, UserError
 from genrec.data.files import write_atomically
 from genrec.data.format import SPLIT_NAMES
+from genrec.model.embedding import embedding_tables
 from genrec.model.ranking import RankingModel
-from genrec.training import same_run, state
+from genrec.training import restore, same_run, warm_start
 from genrec.training.average import WeightAverage
 from genrec.training.best import BestCheckpoint
 from genrec.training.checkpoint import CheckpointStore, read_host, resolve_checkpoint
@@ -30,7 +34,16 @@ from genrec.training.metrics_log import Line
 from genrec.training.optim import build_optimizers
 from genrec.training.report import Meter
 from genrec.training.sharding import Ranks
+from genrec.training.state import (
+    TrainingState,
+    collect_tensors,
+    first_not_finite,
+    random_state,
+    set_random_state,
+)
 from genrec.training.step import NonFiniteError
+from genrec.training.table_plan import TablePlacement, placements, plan_tables, sharded_tables
+from genrec.training.tables import ShardedTables, table_sharder
 
 LOG = logging.getLogger(__name__)
 
@@ -51,10 +64,38 @@ class Evaluator:
             world_size=ranks.world_size,
             pin_memory=ranks.device.type == "cuda",
         )
+        self.table_specs = embedding_tables(config, self.data.metadata)
+        self._sharded = sharded_tables(
+            self.table_specs, config, device_type=ranks.device.type, world_size=ranks.world_size
+        )
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
-        self.model = RankingModel(config, metadata=self.data.metadata).to(ranks.device)
+        self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
+        self.tables: ShardedTables | None = None
         wanted = {*STANDARD_METRICS, *config.ranking.eval_metrics}
         self.metric_names = tuple(name for name in RANKING_METRICS if name in wanted)
+
+    def place(self) -> None:
+        """Put the model on its device, and of sharded tables this rank's part; what the constructor does not, since it
+        takes all ranks.
+        """
+        if self._sharded:
+            plan = self.ranks.together(self._plan if self.ranks.is_main else lambda: None)
+            self.tables = ShardedTables(self.model, self.ranks.gather(plan)[0], config=self.config, ranks=self.ranks)
+        self.model.to(self.ranks.device)
+
+    @property
+    def placements(self) -> list[TablePlacement]:
+        """Where each table lies."""
+        plan = None if self.tables is None else self.tables.plan
+        return placements(self.table_specs, plan, self.config, world_size=self.ranks.world_size)
+
+    def restore_for_evaluation(self, path: Path) -> None:
+        """Put the weights of a checkpoint, or their average, into the model."""
+        restore.restore_for_evaluation(path, TrainingState(model=self.model, tables=self.tables))
+
+    def _plan(self) -> ShardingPlan:
+        sharder = table_sharder(self.config.optimizer)
+        return plan_tables(self.model, self.table_specs, self._sharded, sharder, ranks=self.ranks)
 
     def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:
         """Evaluate the model's present weights; ``table`` collects the scores."""
@@ -78,9 +119,9 @@ class Run(Evaluator):
         super().__init__(config, ranks=ranks, splits=SPLIT_NAMES)
         trainer = config.trainer
         self.loader = self.data.train_loader()
-        self.optimizers = build_optimizers(self.model, config.optimizer)
-        decay = trainer.ema_decay
-        self.average = None if decay is None else WeightAverage(self.model, decay=decay)
+        self.vocabulary = self.data.vocabulary()
+        self.optimizers: tuple[Optimizer, ...] = ()
+        self.average: WeightAverage | None = None
         self.output_dir = Path(trainer.output_dir)
         directory = Path(trainer.ckpt_save_dir) if trainer.ckpt_save_dir else self.output_dir / "checkpoints"
         self.store = CheckpointStore(directory, keep=trainer.keep_checkpoints, ranks=ranks)
@@ -94,7 +135,26 @@ class Run(Evaluator):
             "config.json": json.dumps(same_run.config_values(config), indent=1),
             "versions.json": json.dumps(versions(), indent=1),
         }
-        seed_everything(trainer.seed + ranks.rank)  # each rank draws its own dropout
+
+    def place(self) -> None:
+        """As of an Evaluator, and make what trains the model."""
+        super().place()
+        trainer = self.config.trainer
+        self.optimizers = build_optimizers(self.model, self.config.optimizer)
+        if trainer.ema_decay is not None:
+            self.average = WeightAverage(self.model, decay=trainer.ema_decay)
+        seed_everything(trainer.seed + self.ranks.rank)  # each rank draws its own dropout
+
+    @property
+    def state(self) -> TrainingState:
+        """What training changes."""
+        return TrainingState(
+            model=self.model,
+            optimizers=self.optimizers,
+            average=self.average,
+            tables=self.tables,
+            vocabulary=self.vocabulary,
+        )
 
     def write_config(self) -> None:
         """Put the configuration into the output folder. Raises UserError where that cannot be written."""
@@ -122,10 +182,7 @@ class Run(Evaluator):
             return self._restore(newest)
         if trainer.ckpt_load_dir:
             path = resolve_checkpoint(Path(trainer.ckpt_load_dir))
-            same = same_run.same_optimizers(path, self.config)
-            state.restore_tensors(path, self.model, self.optimizers if same else (), self.average)
-            what = "weights and optimizer state" if same else "weights alone, its optimizers being others,"
-            LOG.info("starts from the %s of %s", what, path)
+            self._start_from_other(path)
         return 0
 
     def save(self, step: int) -> None:
@@ -140,19 +197,22 @@ class Run(Evaluator):
             "loader": self.loader.state_dict(),
             "data": self.data.identity,
             "meter": self.meter.values,
-            "random": state.random_state(),
+            "random": random_state(),
         }
-        tensors = state.collect_tensors(self.model, self.optimizers, self.average)
-        unsound = state.first_not_finite(self.model)
+        tensors = collect_tensors(self.state)
+        self.ranks.together(lambda: self._check_finite(step))
+        best_step = None if self.best is None else self.best.step
+        path = self.store.save(step, tensors=tensors, host=host, texts=self._texts, best_step=best_step)
+        LOG.info("saved %s", path)
+        self._saved_step = step
+
+    def _check_finite(self, step: int) -> None:
+        unsound = first_not_finite(self.model)
         if unsound is not None:
             raise NonFiniteError(
                 f"{unsound} is not finite after step {step}, which is not saved: a smaller "
                 "OptimizerArgs.learning_rate may keep it so"
             )
-        best_step = None if self.best is None else self.best.step
-        path = self.store.save(step, tensors=tensors, host=host, texts=self._texts, best_step=best_step)
-        LOG.info("saved %s", path)
-        self._saved_step = step
 
     def resume_best(self, lines: Sequence[Line]) -> None:
         """Learn from rank 0's lines of metrics.jsonl which checkpoint is the best."""
@@ -174,15 +234,26 @@ class Run(Evaluator):
         with self.average.applied():
             return [self.evaluate(split, protocol) for split in splits for protocol in self.data.protocols]
 
+    def _start_from_other(self, path: Path) -> None:
+        same = same_run.same_optimizers(path, self.config)
+        parts = self.config.trainer.ckpt_load_parts
+        state = self.state if same else dataclasses.replace(self.state, optimizers=())
+        warm_start.start_from(path, state, parts=parts, data=self.data.identity)
+        what = {"all": "weights", "embedding": "embedding tables", "dense": "weights outside of embedding tables"}[
+            parts
+        ]
+        optimizers = "and their optimizer state" if same else "alone, its optimizers being others,"
+        LOG.info("starts from the %s %s of %s", what, optimizers, path)
+
     def _restore(self, path: Path) -> int:
         same_run.check_same_run(path, self.config)
         host = read_host(path, rank=0)
         same_run.check_same_data(path, saved=host["data"], current=self.data.identity)
-        state.restore_tensors(path, self.model, self.optimizers, self.average)
+        restore.restore_tensors(path, self.state)
         self.loader.load_state_dict(host["loader"])
         self.meter.values = host["meter"]
         if host["world_size"] == self.ranks.world_size:
-            state.set_random_state(read_host(path, rank=self.ranks.rank)["random"])
+            set_random_state(read_host(path, rank=self.ranks.rank)["random"])
             LOG.info("continues from %s", path)
         else:
             LOG.warning(

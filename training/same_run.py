@@ -14,14 +14,15 @@ from genrec.training.checkpoint import CheckpointError
 # Fields that may change between a checkpoint and the run that continues it. None of them changes what a step computes:
 # a longer run needs a constant learning rate (check_same_run), "skip" differs from "stop" only where that would have
 # ended the run, another device computes the same up to rounding and its own random numbers, and evaluation leaves FP8
-# state alone.
+# state alone. How tables are sharded is left out too (_without_sharding): only with Adam does it change a step, whose
+# rows, where a step doesn't read them, it leaves alone in a sharded table.
 FREE_FIELDS = {
     "DatasetArgs": ("dataset_path", "num_workers"),
     "MixedPrecisionArgs": ("fp8_during_eval",),
     "RankingArgs": ("eval_metrics",),
     "TrainerArgs": (
-        *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "keep_checkpoints"),
-        "best_metric",
+        *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "ckpt_load_parts"),
+        *("keep_checkpoints", "best_metric"),
         *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
         *("profile", "profile_step_start", "profile_step_end", "pipeline_type", "nonfinite", "device"),
     ),
@@ -39,8 +40,8 @@ def config_values(config: ExperimentConfig) -> dict[str, Any]:
 
 def check_same_run(path: Path, config: ExperimentConfig) -> None:
     """Raises CheckpointError naming the fields in which ``config`` is another run than the checkpoint's."""
-    saved = _flat(json.loads((path / "config.json").read_text()))
-    current = _flat(config_values(config))
+    saved = _flat(_without_sharding(json.loads((path / "config.json").read_text())))
+    current = _flat(_without_sharding(config_values(config)))
     free = {f"{name}.{field}" for name, fields in FREE_FIELDS.items() for field in fields}
     if config.trainer.lr_schedule != "constant":  # the others are laid out over the whole run
         free.remove("TrainerArgs.max_train_iters")
@@ -76,6 +77,15 @@ def check_same_data(path: Path, *, saved: Mapping[str, Any] | None, current: Map
     names = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
     changes = ", ".join(f"{name} was {was.get(name)!r} and is {now.get(name)!r}" for name in names)
     raise CheckpointError(f"cannot continue from {path}, which was trained on other data ({changes})")
+
+
+def _without_sharding(values: Any) -> Any:
+    """``values`` without the sharding types of tables."""
+    if isinstance(values, dict):
+        return {
+            n: _without_sharding(value) for n, value in values.items() if n not in ("sharding_type", "sharding_types")
+        }
+    return [_without_sharding(value) for value in values] if isinstance(values, list) else values
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,7 +19,6 @@ from genrec.training.preflight import require_available
 from genrec.training.report import evaluation_line
 from genrec.training.run import Evaluator
 from genrec.training.sharding import Ranks, is_main_process, process_group
-from genrec.training.state import restore_for_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +53,9 @@ def score(
     with process_group(config.trainer.device) as ranks:
         if scores_path is not None:
             ranks.together(lambda: _check_target(scores_path) if ranks.is_main else None)
-        evaluator = ranks.together(lambda: _restored(config, checkpoint, ranks, split))
+        evaluator = ranks.together(lambda: Evaluator(config, ranks=ranks, splits=(split,)))
+        evaluator.place()
+        ranks.together(lambda: evaluator.restore_for_evaluation(checkpoint))
         if protocol not in evaluator.data.protocols:
             raise ConfigError(
                 f"--protocol {protocol} is not possible with this checkpoint's configuration, "
@@ -68,12 +69,6 @@ def score(
             outputs = [] if scores_path is None else [scores_path]
             print_results([evaluation_line(step, evaluation)], outputs=outputs, checkpoints=checkpoint)
     return evaluation
-
-
-def _restored(config: ExperimentConfig, checkpoint: Path, ranks: Ranks, split: str) -> Evaluator:
-    evaluator = Evaluator(config, ranks=ranks, splits=(split,))
-    restore_for_evaluation(checkpoint, evaluator.model)
-    return evaluator
 
 
 def _check_target(path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from genrec.configs.schema import ConfigError, UnavailableError, UserError
+from genrec.training.optim import sharded_parameters
 
 T = TypeVar("T")
 
@@ -209,9 +210,14 @@ def _check_same(ranks: Ranks, value: object, *, what: str, give: str) -> None:
 
 
 def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """``model`` under DDP, or itself where there is one rank. DDP averages gradients: see ``loss_scale``."""
+    """``model`` under DDP, or itself where there is one rank. DDP averages gradients: see ``loss_scale``.
+
+    Sharded tables are left to themselves: TorchRec exchanges their gradients, averaged like DDP's.
+    """
     if ranks.world_size == 1:
         return model
+    apart = list(sharded_parameters(model))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 

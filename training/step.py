@@ -23,6 +23,7 @@ from genrec.hstu.precision.state import precision_tensors, restore, snapshot
 from genrec.training.average import WeightAverage
 from genrec.training.locate import locate
 from genrec.training.sharding import Attempt, Ranks, loss_scale, no_gradient_sync, unwrap
+from genrec.training.tables import ShardedTables
 
 
 class NonFiniteError(UserError):
@@ -94,12 +95,14 @@ class TrainStep:
         ranks: Ranks,
         set_learning_rates: Callable[[int], float],
         average: WeightAverage | None = None,
+        tables: ShardedTables | None = None,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
         self.trainer = trainer
         self.ranks = ranks
         self.average = average
+        self.tables = tables
         self.set_learning_rates = set_learning_rates
         self._bare = unwrap(model)
         self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
@@ -144,7 +147,7 @@ class TrainStep:
         loss_sum, finite = self._agree(self._backward(batches, num_targets), self._clip())
         if finite:
             self._update(step)
-        self._drop_gradients()
+        self._drop_gradients()  # those of sharded tables among them, where they have not been used
         if not finite:
             start.put_back(self._bare)
             if self.trainer.nonfinite != "skip":
@@ -171,6 +174,8 @@ class TrainStep:
     def _clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, ()."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self.tables is not None:  # there is no clipping with them, but they are not finite where others may be
+            gradients += self.tables.gate.gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.trainer.grad_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.trainer.grad_clip_norm, norm)
@@ -191,12 +196,16 @@ class TrainStep:
     def _update(self, step: int) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.tables is not None:
+            self.tables.step()
         if self.average is not None:
             self.average.update(step)
 
     def _drop_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self.tables is not None:
+            self.tables.gate.drop()
 
     def _locate(self, batches: Sequence[Batch], num_targets: int, start: StepStart) -> str:
         device = self.ranks.device

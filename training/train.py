@@ -25,6 +25,7 @@ from genrec.training.run import Run
 from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group, replicate
 from genrec.training.step import TrainStep
 from genrec.training.stopping import listening
+from genrec.training.table_plan import placement_table
 
 LOG = logging.getLogger(__name__)
 FINAL_SPLITS = ("valid", "test")
@@ -76,10 +77,12 @@ def train(config: ExperimentConfig) -> list[Line]:
         use_deterministic_algorithms(config.trainer.deterministic)
         run = ranks.together(lambda: Run(config, ranks=ranks))
         check_same_data(ranks, run.data.identity)
+        run.place()
         if not config.network.history_is_causal:
             LOG.info("evaluates the frozen protocol alone: the history sees ahead, so sequential scores would leak")
         if ranks.is_main:
             show_table("what runs in which precision:", precision_table(model_rows(run.model, config)))
+            show_table("embedding tables, with the moments of their optimizer:", placement_table(run.placements))
         first_step = run.start()
         ranks.together(lambda: run.write_config() if ranks.is_main else None)
         steps = total_steps(config.trainer, run.loader)
@@ -113,8 +116,11 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         run.optimizers,
         trainer=trainer,
         ranks=ranks,
-        set_learning_rates=LearningRateSchedule(run.optimizers, trainer, total_steps=steps),
+        set_learning_rates=LearningRateSchedule(
+            [*run.optimizers, *([] if run.tables is None else [run.tables])], trainer, total_steps=steps
+        ),
         average=run.average,
+        tables=run.tables,
     )
     loop = Loop(
         trainer,

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -73,6 +78,88 @@ def on_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return run_and_stop([*torchrun, str(driver), json.dumps(commands)], timeout_s=timeout_s)
 
     return run
+
+
+# What a rank does before its own code: its place, and its output into a file.
+PRELUDE = """
+import os, sys
+os.environ.update({environment!r})
+sys.argv = ["script", {argument!r}]
+output = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(output, 1)
+os.dup2(output, 2)
+"""
+
+
+@dataclass(frozen=True)
+class StartedRanks:
+    """Ranks that run; ``log``: where all that they print goes."""
+
+    processes: list[ForkServerProcess]
+    log: Path
+
+    def kill(self) -> None:
+        """As by kill -9."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def wait(self, timeout_s: float) -> list[int | None]:
+        """Exit codes, None of a rank that is not done in time; the others are killed where one has failed."""
+        end = time.monotonic() + timeout_s
+        while any(process.exitcode is None for process in self.processes) and time.monotonic() < end:
+            if any(process.exitcode for process in self.processes):
+                break
+            time.sleep(0.01)
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        return codes
+
+
+@pytest.fixture(scope="session")
+def start_ranks() -> Callable[..., StartedRanks]:
+    """``start_ranks(2, code, value, log=path)`` runs ``code`` in so many ranks with the JSON of ``value`` as argument.
+
+    They are forked from a process that has imported genrec, so that starting costs next to nothing.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["genrec.training.train"])
+
+    def start(num_ranks: int, code: str, value: object, *, log: Path) -> StartedRanks:
+        port = str(_free_port())
+        processes = []
+        for rank in range(num_ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+            environment = {name: str(number) for name, number in place.items()}
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            prelude = PRELUDE.format(environment=environment, argument=json.dumps(value), log=str(log))
+            processes.append(context.Process(target=exec, args=(prelude + code, {"__name__": "script"})))
+            processes[-1].start()
+        return StartedRanks(processes, log)
+
+    return start
+
+
+@pytest.fixture
+def script_on_ranks(
+    tmp_path: Path, start_ranks: Callable[..., StartedRanks]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``script_on_ranks(2, code, value)`` runs ``code`` as ``start_ranks`` does, to its end."""
+
+    def run(num_ranks: int, code: str, value: object, *, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        log = tmp_path / "script.log"
+        log.unlink(missing_ok=True)
+        codes = start_ranks(num_ranks, code, value, log=log).wait(timeout_s)
+        return subprocess.CompletedProcess([], max(1 if c is None else abs(c) for c in codes), "", log.read_text())
+
+    return run
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_longest_sequence_in_tokens(make_config, metadata) -> None:
 def test_tables_of_synthetic_data(make_config) -> None:
     config = dataclasses.replace(make_config(), dataset=SYNTHETIC)
     assert embedding_tables(config, None) == (
-        TableSpec("video", ("video",), 50, 16),
+        TableSpec("video", ("video",), 50, 16, "model_parallel"),
         TableSpec("click", ("click",), 4, 16),
         TableSpec("shared", ("interests", "city"), 30, 16),
     )

@@ -1,0 +1,155 @@
+"""Reads a checkpoint into a run: all of it to continue, the weights to evaluate, or parts of it to start from.
+
+Checkpoints hold whole tensors under names that don't depend on the ranks (state.py), so each rank reads what it needs:
+whole tensors, or into its shards of tables, by torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from genrec.configs.schema import MixedPrecisionArgs
+from genrec.hstu.linear import is_fp8
+from genrec.hstu.precision.recipes import linear_recipe
+from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
+from genrec.training.checkpoint import CheckpointError, read_into, read_tensors
+from genrec.training.state import (
+    AVERAGE,
+    MODEL,
+    OPTIMIZER,
+    PRECISION,
+    TrainingState,
+    checkpoint_name,
+    sharded_moments,
+    sharded_weights,
+)
+
+LOG = logging.getLogger(__name__)
+
+
+def restore_tensors(path: Path, state: TrainingState) -> None:
+    """Put a checkpoint's weights, optimizer state, average and FP8 state back; CheckpointError if of another model.
+
+    Without optimizers in ``state`` those of the checkpoint are left alone. FP8 state is of no model: what the
+    checkpoint lacks of it starts anew, what it has too much is left alone.
+    """
+    in_place = {} if state.tables is None else sharded_weights(state.tables)
+    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
+    apart = [f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in in_place]
+    put_back(read_tensors(path, prefixes=prefixes, without=apart), path, state)
+    if state.tables is None:
+        return
+    targets = {f"{MODEL}{name}": tensor for name, tensor in in_place.items()}
+    if state.optimizers:
+        targets |= {f"{OPTIMIZER}{name}": tensor for name, tensor in sharded_moments(state.tables).items()}
+    read_into(path, targets)
+
+
+def restore_for_evaluation(path: Path, state: TrainingState) -> None:
+    """Put what training evaluates into the model: weights, or their average where the run kept one, and FP8 state."""
+    tensors = read_tensors(path, prefixes=(AVERAGE,))
+    weights = TrainingState(model=state.model, tables=state.tables)
+    restore_tensors(path, weights)
+    own = {checkpoint_name(name): tensor for name, tensor in state.model.state_dict().items()}
+    for name, tensor in below(tensors, AVERAGE).items():
+        own[name].copy_(tensor)
+
+
+def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) -> None:
+    """The same of tensors that have been read, whole; sharded tables are not among them."""
+    sharded = {} if state.tables is None else sharded_weights(state.tables)
+    weights = below(tensors, MODEL)
+    _restore_precision(path, state.model, below(tensors, PRECISION))
+    _restore_weights(path, state.model, weights, apart=sharded)
+    saved = below(tensors, OPTIMIZER)
+    _restore_optimizers(path, state, {name: value for name, value in saved.items() if not _is_of(name, sharded)})
+    if state.tables is not None:
+        steps = [value for name, value in saved.items() if _is_of(name, sharded) and name.endswith(".step")]
+        state.tables.set_num_steps(int(steps[0]) if steps else 0)
+    if state.average is not None:
+        averaged = below(tensors, AVERAGE) or weights  # a run without average: it starts at its weights
+        for name, tensor in state.average.tensors.items():
+            tensor.copy_(averaged[name])
+
+
+def below(tensors: Mapping[str, Tensor], prefix: str, *, leaves_only: bool = False) -> dict[str, Tensor]:
+    """The tensors whose names start with ``prefix``, without it."""
+    found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {name: value for name, value in found.items() if not (leaves_only and "." in name)}
+
+
+def _is_of(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether ``name`` is a moment of one of ``weights``."""
+    return name.rpartition(".")[0] in weights
+
+
+def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor], *, apart: Mapping[str, Tensor]) -> None:
+    names = {checkpoint_name(name): name for name in model.state_dict()}
+    own = {checkpoint_name(name): value for name, value in model.state_dict().items()}
+    for name in sorted((own.keys() | saved.keys()) - apart.keys()):
+        there = tuple(saved[name].shape) if name in saved else "absent"
+        here = tuple(own[name].shape) if name in own else "absent"
+        if there != here:
+            raise CheckpointError(f"{path} is of another model: {name} is {there} there and {here} here")
+    # Sharded tables, which are read in place, for their own sake: a module takes all of its tensors or refuses.
+    model.load_state_dict({names[name]: value for name, value in {**saved, **apart}.items()})
+
+
+def _restore_optimizers(path: Path, state: TrainingState, saved: Mapping[str, Tensor]) -> None:
+    names = {parameter: checkpoint_name(name) for name, parameter in state.model.named_parameters()}
+    used: set[str] = set()
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                values = below(saved, f"{names[parameter]}.", leaves_only=True)
+                used |= {f"{names[parameter]}.{key}" for key in values}
+                if values:
+                    optimizer.state[parameter] = _placed(values, parameter, group)
+    if used != saved.keys():
+        raise CheckpointError(f"{path} has optimizer state of another model: {sorted(saved.keys() - used)[0]}")
+
+
+def _placed(values: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, object]) -> dict[str, Tensor]:
+    # Step counts are read on the host, unless the optimizer runs its step count on the device.
+    on_device = group.get("fused") or group.get("capturable")
+    moved = {k: v.to(parameter.device) if v.dim() or on_device else v for k, v in values.items()}
+    if "sum" in moved:
+        moved["sum"] = moved["sum"].view(-1, 1)
+    return moved
+
+
+def _restore_precision(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    own = precision_tensors(model)
+    saved = _rescaled(path, model, saved)
+    fitting = {name: value for name, value in saved.items() if name in own and value.shape == own[name].shape}
+    if len(fitting) < len(saved):
+        LOG.info("ignored %d of %d tensors of FP8 state in %s", len(saved) - len(fitting), len(saved), path)
+    if len(fitting) < len(own):
+        LOG.warning("delayed scaling starts anew in %d of %d tensors of FP8 state", len(own) - len(fitting), len(own))
+    load_precision_tensors(model, fitting)
+
+
+def _rescaled(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Saved scales for the formats and the margin of ``model``, where the checkpoint's run had others."""
+    now = next((module.recipe for module in model.modules() if is_fp8(module)), None)
+    if not saved or now is None:
+        return saved
+    values = json.loads((path / "config.json").read_text())["MixedPrecisionArgs"]
+    before = linear_recipe(MixedPrecisionArgs(**values))
+    if before is None:
+        return saved
+    margin = 2.0 ** (before.margin - now.margin)
+    factors = {
+        ".scale.input": margin,
+        ".scale.weight": margin,
+        ".scale.grad_output": margin * now.backward_format.max / before.backward_format.max,
+    }
+    return {
+        name: value * next((factor for role, factor in factors.items() if name.endswith(role)), 1.0)
+        for name, value in saved.items()
+    }

@@ -1,0 +1,135 @@
+"""Embedding tables shared by several ranks: TorchRec's sharded modules in the model, and their optimizer.
+
+TorchRec's DistributedModelParallel puts sharded modules in the place of ``ShardableTables``. Their optimizer is part of
+their backward, so their gradients wait at a gate (model/gate.py) until the step is known to be finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from genrec.configs.schema import ExperimentConfig, OptimizerArgs
+from genrec.model.embedding import ShardableTables
+from genrec.model.gate import GradientGate
+from genrec.model.ranking import RankingModel
+from genrec.training.optim import table_learning_rate, table_optimizer
+from genrec.training.sharding import Ranks
+from genrec.training.table_plan import quiet_torchrec
+
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "adamw": EmbOptimType.ADAM,  # without weight decay, which sharded tables don't have, the same
+}
+
+
+class TableSharder(EmbeddingCollectionSharder):
+    """Shards the tables that are meant to be, and no other EmbeddingCollection."""
+
+    @property
+    def module_type(self) -> type[EmbeddingCollection]:
+        """The modules that TorchRec looks for."""
+        return ShardableTables
+
+
+class ShardedTables:
+    """The sharded tables of ``model``, which this shards in place: weights as they were, each rank its part.
+
+    gate: where their gradients wait.
+    """
+
+    def __init__(
+        self,
+        model: RankingModel,
+        plan: ShardingPlan,
+        *,
+        config: ExperimentConfig,
+        ranks: Ranks,
+    ) -> None:
+        """plan: of ``plan_tables``, the same on all ranks. Ranks call alike."""
+        whole = {
+            f"{at}.{name}": parameter.detach()
+            for at, module in model.named_modules()
+            if isinstance(module, ShardableTables)
+            for name, parameter in module.named_parameters()
+        }
+        with quiet_torchrec():
+            parallel = DistributedModelParallel(
+                model,
+                env=ShardingEnv.from_process_group(dist.group.WORLD),
+                device=ranks.device,
+                plan=plan,
+                sharders=[table_sharder(config.optimizer)],
+                init_data_parallel=False,
+                init_parameters=False,
+            )
+        self._optimizer = parallel.fused_optimizer
+        self.optimizer_name = table_optimizer(config.optimizer)
+        self.num_steps = 0
+        self.model = model
+        self.plan = plan
+        self.gate = model.embeddings.gate = GradientGate()
+        for name, tensor in self.weights().items():
+            for shard in tensor.local_shards():
+                copy_part(shard.tensor, whole[name], offsets=shard.metadata.shard_offsets)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """With the learning rates."""
+        return list(self._optimizer.param_groups)
+
+    def step(self) -> None:
+        """Let the gradients reach the tables, with the learning rate that is set."""
+        self._optimizer.zero_grad()  # which hands the learning rate to the kernels
+        self.gate.release()
+        self.num_steps += 1
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Continue after ``num_steps`` steps, by which Adam corrects its moments."""
+        self.num_steps = num_steps
+        for module in self.model.modules():
+            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+                module.set_optimizer_step(num_steps)
+
+    def weights(self) -> dict[str, ShardedTensor]:
+        """By name in the model; the shards of this rank are the tables' own memory."""
+        return {name: t for name, t in self.model.state_dict().items() if isinstance(t, ShardedTensor)}
+
+    def moments(self) -> dict[str, dict[str, ShardedTensor]]:
+        """Of each of ``weights``, by key; as with ``weights``, the optimizer's own memory."""
+        state = self._optimizer.state_dict()["state"]
+        return {
+            name: {key.rpartition(".")[2]: value for key, value in values.items() if isinstance(value, ShardedTensor)}
+            for name, values in state.items()
+        }
+
+
+def copy_part(part: Tensor, whole: Tensor, *, offsets: Sequence[int]) -> None:
+    """Fill ``part``, which starts at ``offsets`` of ``whole``."""
+    for axis, offset in enumerate(offsets):
+        whole = whole.narrow(axis, offset, part.shape[axis])
+    part.copy_(whole)
+
+
+def table_sharder(args: OptimizerArgs) -> TableSharder:
+    """The sharder for the tables' optimizer."""
+    fused = {
+        "optimizer": OPTIMIZERS[table_optimizer(args)],
+        "learning_rate": table_learning_rate(args),
+        "eps": args.adam_eps,
+        "beta1": args.adam_beta1,
+        "beta2": args.adam_beta2,
+    }
+    return TableSharder(fused_params=fused)
