@@ -125,7 +125,7 @@ def process_group(device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(chosen)
     joins = not dist.is_initialized()
     if joins:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        _join("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=chosen)
     except BaseException as error:
@@ -137,6 +137,18 @@ def process_group(device: str) -> Iterator[Ranks]:
         if joins:
             gc.collect()  # a DDP module holds the group: freed after its end, it may wait for the other ranks for ever
             dist.destroy_process_group()
+
+
+def _join(backend: str) -> None:
+    """Join the process group of this start of the ranks.
+
+    torchrun gives a restart the store of the start before it, where ranks would find the addresses of ranks that have
+    died: so each start has keys of its own.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"genrec_start_{restart}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def tell(error: UserError) -> None:

@@ -92,17 +92,13 @@ def _faults(table: TableSpec, optimizer: str, *, world_size: int) -> dict[str, s
     num_rows, dim = table.num_embeddings, table.embedding_dim
     if num_rows <= -(-num_rows // world_size) * (world_size - 1):
         faults["row_wise"] = (
-            f"its {num_rows} rows, in {world_size} equal parts but for the last, leave a rank without any"
+            f"its {num_rows} rows, in equal parts but for the last, leave one of {world_size} without any"
         )
     if optimizer == "rowwise_adagrad":
         # A shard's row would have a moment of its own, the mean over the shard's columns: another optimizer.
-        faults["column_wise"] = (
-            "its optimizer 'rowwise_adagrad' has one moment a row, which shards of columns don't share"
-        )
+        faults["column_wise"] = "its optimizer 'rowwise_adagrad' has one moment a row, which columns would not share"
     elif _num_column_shards(table, world_size) == 1:
-        faults["column_wise"] = (
-            f"its {dim} columns can't be shared by {world_size} ranks in multiples of {NUMBERS_ALIGNED}"
-        )
+        faults["column_wise"] = f"its {dim} columns can't be cut into equal multiples of {NUMBERS_ALIGNED}"
     return faults
 
 

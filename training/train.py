@@ -155,7 +155,7 @@ def say_balance(run: Run, log: RunLog, *, step: int) -> None:
     if imbalance is None:
         return
     enabled = run.config.trainer.enable_balanced_shuffler
-    line = {"event": "balance", "step": step, "enabled": enabled, **dataclasses.asdict(imbalance)}
+    line = {"event": "balance", "step": step + 1, "enabled": enabled, **dataclasses.asdict(imbalance)}
     log.other(line)
     LOG.info(balance_sentence(line))
 

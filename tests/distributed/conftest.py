@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -82,7 +82,8 @@ def on_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 # What a rank does before its own code: its place, and its output into a file.
 PRELUDE = """
-import os, sys
+import multiprocessing, os, sys
+multiprocessing.set_start_method("fork", force=True)  # of the loader's workers, as in a process that nobody forked
 os.environ.update({environment!r})
 sys.argv = ["script", {argument!r}]
 output = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -117,14 +118,15 @@ class StartedRanks:
         return codes
 
 
-@pytest.fixture(scope="session")
-def start_ranks() -> Callable[..., StartedRanks]:
+@pytest.fixture
+def start_ranks() -> Iterator[Callable[..., StartedRanks]]:
     """``start_ranks(2, code, value, log=path)`` runs ``code`` in so many ranks with the JSON of ``value`` as argument.
 
-    They are forked from a process that has imported genrec, so that starting costs next to nothing.
+    They are forked from a process that has imported genrec, so starting costs next to nothing. None outlives the test.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["genrec.training.train"])
+    started = []
 
     def start(num_ranks: int, code: str, value: object, *, log: Path) -> StartedRanks:
         port = str(_free_port())
@@ -136,9 +138,12 @@ def start_ranks() -> Callable[..., StartedRanks]:
             prelude = PRELUDE.format(environment=environment, argument=json.dumps(value), log=str(log))
             processes.append(context.Process(target=exec, args=(prelude + code, {"__name__": "script"})))
             processes[-1].start()
-        return StartedRanks(processes, log)
+        started.append(StartedRanks(processes, log))
+        return started[-1]
 
-    return start
+    yield start
+    for ranks in started:
+        ranks.kill()
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from genrec.training.checkpoint import newest_checkpoint
 from genrec.training.datasets import read_run_metadata
 from genrec.training.evaluation import undisturbed
 from genrec.training.metrics_log import read_lines
+from genrec.training.restore import restore_tensors
 from genrec.training.scoring import load_checkpoint_config, score
-from genrec.training.state import restore_tensors
+from genrec.training.state import TrainingState
 from genrec.training.step import NonFiniteError
 from genrec.training.train import train
 
@@ -194,7 +195,7 @@ def test_scales_are_loaded_for_the_format_and_margin_at_hand(tmp_path, tiny_conf
     train(tiny_config(tmp_path, *DELAYED))
     config = tiny_config(tmp_path / "other", *DELAYED, other)
     model = RankingModel(config, metadata=read_run_metadata(config))
-    restore_tensors(newest_checkpoint(tmp_path / "checkpoints"), model, (), None)
+    restore_tensors(newest_checkpoint(tmp_path / "checkpoints"), TrainingState(model=model))
     saved, loaded = last_tensors(tmp_path), precision_tensors(model)
     for role, factor in factors.items():
         name = f"encoder.block.layers.1.uvqk.scale.{role}"
