@@ -45,11 +45,12 @@ MOMENTS = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0), "adamw": (2
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Where a table lies. gib: of weights and moments on each rank."""
+    """Where a table lies. asked: its configured sharding type. gib: of weights and moments on each rank."""
 
     table: str
     num_rows: int
     dim: int
+    asked: str
     sharding: str
     kernel: str
     gib: tuple[float, ...]
@@ -191,18 +192,19 @@ def placements(
                 num_rows, num_columns = shard.shard_sizes
                 numbers[shard.placement.rank()] += num_rows * (num_columns * (1 + per_weight) + per_row)
         gib = tuple(4 * number / GIB for number in numbers)
-        rows.append(TablePlacement(table.name, table.num_embeddings, table.embedding_dim, sharding, kernel, gib))
+        shape = (table.num_embeddings, table.embedding_dim)
+        rows.append(TablePlacement(table.name, *shape, table.sharding_type, sharding, kernel, gib))
     return rows
 
 
 def placement_table(rows: Sequence[TablePlacement]) -> Table:
     """``rows`` to show, with the sum of each rank."""
     ranks = range(len(rows[0].gib))
-    table = Table("table", "rows", "dim", "sharding", "kernel", *(f"GiB, rank {rank}" for rank in ranks))
+    table = Table("table", "rows", "dim", "asked for", "sharding", "kernel", *(f"GiB, rank {rank}" for rank in ranks))
     for row in rows:
         gib = (f"{value:.4g}" for value in row.gib)
-        table.add_row(row.table, f"{row.num_rows:,}", str(row.dim), row.sharding, row.kernel, *gib)
-    table.add_row("sum", "", "", "", "", *(f"{sum(row.gib[rank] for row in rows):.4g}" for rank in ranks))
+        table.add_row(row.table, f"{row.num_rows:,}", str(row.dim), row.asked, row.sharding, row.kernel, *gib)
+    table.add_row("sum", "", "", "", "", "", *(f"{sum(row.gib[rank] for row in rows):.4g}" for rank in ranks))
     return table
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 
+import polars
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 
 from genrec.training.checkpoint import newest_checkpoint, read_tensors
 from genrec.training.metrics_log import read_lines
@@ -71,6 +75,8 @@ def test_losses_are_those_of_one_rank(tmp_path, arguments, script_on_ranks, num_
     commands = [arguments(tmp_path / name, *bindings, global_batch(num_ranks)) for name, bindings in runs.items()]
     finished = script_on_ranks(num_ranks, TRAIN, commands, timeout_s=280)
     assert finished.returncode == 0, finished.stderr
+    shown = [line for line in finished.stderr.splitlines() if line.startswith("│ item ") and "fused" in line]
+    assert len(shown) == len(runs) and all(any(kind in line for kind in TYPES) for line in shown)
     for name, optimizer in (("sgd", SGD), ("adagrad", ADAGRAD)):
         one = (*RUN, *optimizer, *steps, global_batch(1), sharding("row_wise"))
         assert train_main("ranking", arguments(tmp_path / f"one_{name}", *one)) == 0
@@ -173,3 +179,95 @@ def test_checkpoints_fit_any_ranks_and_sharding(tmp_path, tiny_gin, script_on_ra
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD], ids=["sgd", "adagrad"])
 def test_all_pairs_of_checkpoints(tmp_path, tiny_gin, script_on_ranks, optimizer):
     run_matrix(tmp_path, tiny_gin, script_on_ranks, optimizer, pairs=lambda places: itertools.product(places, places))
+
+
+def test_a_checkpoint_of_one_rank_is_evaluated_on_two_that_share_tables(tmp_path, arguments, script_on_ranks):
+    """And the scores are those of one rank."""
+    run = tmp_path / "run"
+    bindings = (*RUN, *SGD, sharding("row_wise", "table_wise"), global_batch(1), "TrainerArgs.max_train_iters = 3")
+    assert train_main("ranking", arguments(run, *bindings)) == 0
+    tables = {}
+    for num_ranks in (1, 2):
+        path = tmp_path / f"{num_ranks}.parquet"
+        finished = script_on_ranks(num_ranks, EVALUATE, ["--checkpoint", str(run), "--scores", str(path)])
+        assert finished.returncode == 0, finished.stderr
+        tables[num_ranks] = polars.read_parquet(path)
+    assert len(tables[1]) == 21
+    assert_frame_equal(tables[1], tables[2], rel_tol=1e-6)
+
+
+EVALUATE = """
+import json, sys
+from genrec.training import scoring
+sys.exit(scoring.main(json.loads(sys.argv[1])))
+"""
+
+
+# Rank 1's loss is not finite at the second step, which is left out: no shard of a table, moment or weight changes.
+NOT_FINITE = """
+import json, os, sys
+import torch
+from genrec.training import train
+from genrec.training.step import TrainStep
+from genrec.training.tables import ShardedTables
+
+attempt, seen = TrainStep.attempt, []
+
+def spoiled(self, batches, *, step, **options):
+    spoil = step == 2 and os.environ["RANK"] == "1"
+    head = self._bare.head.register_forward_hook(lambda m, i, o: o * float("nan")) if spoil else None
+    tensors = [p.detach() for p in self._bare.parameters()]
+    tensors += [s.tensor for m in self.tables.moments().values() for t in m.values() for s in t.local_shards()]
+    before = [t.clone() for t in tensors]
+    result = attempt(self, batches, step=step, **options)
+    assert result.applied == (step != 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors)) == (step == 2)
+    if head is not None:
+        head.remove()
+    return result
+
+TrainStep.attempt = spoiled
+sys.exit(train.main("ranking", json.loads(sys.argv[1])))
+"""
+
+
+def test_what_is_not_finite_never_reaches_a_sharded_table(tmp_path, arguments, script_on_ranks):
+    settings = ("TrainerArgs.nonfinite = 'skip'", "TrainerArgs.max_train_iters = 3", global_batch(2))
+    finished = script_on_ranks(
+        2, NOT_FINITE, arguments(tmp_path / "run", *RUN, *ADAGRAD, *settings, sharding("row_wise", "row_wise"))
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "1 of 3 steps were left out" in finished.stderr
+
+
+def test_the_module_that_is_not_finite_is_found_beside_sharded_tables(tmp_path, arguments, script_on_ranks):
+    settings = ("TrainerArgs.nonfinite = 'locate'", "OptimizerArgs.learning_rate = 1e30", global_batch(2))
+    sgd = ("OptimizerArgs.optimizer_str = 'sgd'", "OptimizerArgs.embedding_optimizer_str = 'sgd'")
+    finished = script_on_ranks(2, TRAIN, [arguments(tmp_path / "run", *RUN, *sgd, *settings, sharding("row_wise"))])
+    assert finished.returncode != 0
+    assert "the first value that is not finite on rank" in finished.stderr, finished.stderr
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
+def test_grown_tables_are_filled_shard_by_shard(tmp_path, tiny_dataset, arguments, script_on_ranks, kind):
+    """One rank with whole tables starts from the same checkpoint with the same result."""
+    bindings = (*RUN, *SGD, "TrainerArgs.max_train_iters = 2")
+    assert train_main("ranking", arguments(tmp_path / "first", *bindings, global_batch(1))) == 0
+    grown = tmp_path / "grown"
+    shutil.copytree(tiny_dataset, grown)
+    ids = [900, 901, *range(1000, 1019), 2000, 2001]
+    polars.DataFrame({"original_id": ids, "genres": [[1]] * len(ids)}).write_parquet(grown / "vocabulary/item.parquet")
+    metadata = json.loads((grown / "metadata.json").read_text())
+    (grown / "metadata.json").write_text(json.dumps({**metadata, "num_items": len(ids)}))
+    starts = (
+        *bindings,
+        f"DatasetArgs.dataset_path = {str(grown)!r}",
+        f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'first')!r}",
+    )
+    assert train_main("ranking", arguments(tmp_path / "one", *starts, global_batch(1))) == 0
+    two = arguments(tmp_path / "two", *starts, global_batch(2), sharding(kind))
+    finished = script_on_ranks(2, TRAIN, [two])
+    assert finished.returncode == 0, finished.stderr
+    assert "table 'item': 19 of its 23 rows are in the checkpoint, 4 start anew; 1 rows of" in finished.stderr
+    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
+    torch.testing.assert_close(tensors(tmp_path / "two"), tensors(tmp_path / "one"), rtol=1e-4, atol=1e-5)

@@ -119,6 +119,7 @@ def test_an_unknown_type_is_refused(tiny_gin):
 
 def test_whole_tables_are_shown_with_their_moments(config):
     (row,) = placements([table("auto", rows=2**20, dim=256)], None, config(), world_size=2)
+    assert (row.asked, row.sharding, row.kernel) == ("auto", "data_parallel", "dense")
     assert row.gib == (3.0, 3.0)  # 1 GiB of weights, twice that of Adam's moments
     (row,) = placements([table("auto", rows=2**20, dim=256)], None, config(ADAGRAD), world_size=2)
     assert row.gib == pytest.approx((1.0 + 1 / 256,) * 2)
