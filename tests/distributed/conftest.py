@@ -73,7 +73,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         num_ranks: int, commands: Sequence[tuple[str, Sequence[str]]], *, timeout_s: float = 120, setup: str = ""
     ) -> subprocess.CompletedProcess[str]:
         driver = tmp_path / "driver.py"
-        driver.write_text(DRIVER.replace("commands = json", f"{setup}\ncommands = json", 1))
+        driver.write_text(_driver(setup))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
         return run_and_stop([*torchrun, str(driver), json.dumps(commands)], timeout_s=timeout_s)
 
@@ -159,6 +159,24 @@ def script_on_ranks(
         return subprocess.CompletedProcess([], max(1 if c is None else abs(c) for c in codes), "", log.read_text())
 
     return run
+
+
+@pytest.fixture
+def on_forked_ranks(
+    script_on_ranks: Callable[..., subprocess.CompletedProcess[str]],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As ``on_ranks``, without torchrun, which takes most of the time of small runs; stdout goes with stderr."""
+
+    def run(
+        num_ranks: int, commands: Sequence[tuple[str, Sequence[str]]], *, timeout_s: float = 120, setup: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        return script_on_ranks(num_ranks, _driver(setup), commands, timeout_s=timeout_s)
+
+    return run
+
+
+def _driver(setup: str) -> str:
+    return DRIVER.replace("commands = json", f"{setup}\ncommands = json", 1)
 
 
 def _free_port() -> int:

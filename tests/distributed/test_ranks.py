@@ -40,12 +40,12 @@ def one_rank(tmp_path, arguments):
 
 
 @pytest.mark.parametrize(("num_ranks", "balanced"), [(2, False), (3, True)])
-def test_ranks_equal_one_rank(tmp_path, arguments, on_ranks, one_rank, num_ranks, balanced):
+def test_ranks_equal_one_rank(tmp_path, arguments, on_forked_ranks, one_rank, num_ranks, balanced):
     several = tmp_path / "several"
     batch = f"TrainerArgs.train_batch_size = {6 // num_ranks}"
     shuffler = f"TrainerArgs.enable_balanced_shuffler = {balanced}"
     table = tmp_path / "several.parquet"
-    finished = on_ranks(
+    finished = on_forked_ranks(
         num_ranks,
         [
             ("train", arguments(several, *WHOLE_USERS, batch, shuffler)),
@@ -76,7 +76,7 @@ DELAYED = (
 
 
 @pytest.mark.parametrize("precision", [(), DELAYED], ids=["float32", "delayed scaling"])
-def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_ranks, precision):
+def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_forked_ranks, precision):
     """Two ranks, two micro-batches: stopped and continued equals not stopped, bit for bit, dropout included."""
     accumulation = ("TrainerArgs.accumulate_steps = 2", "TrainerArgs.ema_decay = 0.9", *precision)
     bindings = ("TrainerArgs.train_batch_size = 1", *accumulation)
@@ -86,7 +86,7 @@ def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_ranks, preci
         ("train", arguments(parts, *bindings, "TrainerArgs.max_train_iters = 3")),
         ("train", arguments(parts, *bindings, "TrainerArgs.max_train_iters = 8")),
     ]
-    finished = on_ranks(2, commands)
+    finished = on_forked_ranks(2, commands)
     assert finished.returncode == 0, finished.stderr
     tensors = [read_tensors(newest_checkpoint(path / "checkpoints"), prefixes=("",)) for path in (whole, parts)]
     assert tensors[0].keys() == tensors[1].keys()
@@ -96,8 +96,10 @@ def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_ranks, preci
     assert train_main("ranking", arguments(parts, *bindings, "TrainerArgs.max_train_iters = 9")) == 0
 
 
-def test_batches_of_four_with_few_users(tmp_path, arguments, on_ranks):
+def test_batches_of_four_with_few_users(tmp_path, arguments, on_forked_ranks):
     """Seven users do not fill three ranks of four."""
-    finished = on_ranks(3, [("train", arguments(tmp_path / "run", *WHOLE_USERS, "TrainerArgs.train_batch_size = 4"))])
+    finished = on_forked_ranks(
+        3, [("train", arguments(tmp_path / "run", *WHOLE_USERS, "TrainerArgs.train_batch_size = 4"))]
+    )
     assert finished.returncode == 0, finished.stderr
     assert len(losses(tmp_path / "run")) == 20

@@ -37,11 +37,11 @@ Loop._record = record_and_signal
 """
 
 
-def test_sigterm_to_one_rank_stops_both_and_both_continue(tmp_path, arguments, on_ranks):
+def test_sigterm_to_one_rank_stops_both_and_both_continue(tmp_path, arguments, on_forked_ranks):
     """Rank 1 is asked after step 3; both save step 4 and end with 0; the next command continues there."""
     setup = TERMINATED.replace("sys.argv[2]", repr(str(tmp_path / "sent")))
     parts, whole = (arguments(tmp_path / name, "TrainerArgs.train_batch_size = 2") for name in ("parts", "whole"))
-    finished = on_ranks(2, [("train", parts), ("train", parts), ("train", whole)], setup=setup)
+    finished = on_forked_ranks(2, [("train", parts), ("train", parts), ("train", whole)], setup=setup)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr.count("stopped by SIGTERM after step 4, which is saved") == 1
     assert "continues from" in finished.stderr
@@ -86,9 +86,9 @@ FileSystemWriter.write_data = refuse
 """
 
 
-def test_full_disk_on_one_rank_is_one_sentence_and_leaves_the_previous(tmp_path, arguments, on_ranks):
+def test_full_disk_on_one_rank_is_one_sentence_and_leaves_the_previous(tmp_path, arguments, on_forked_ranks):
     command = ("train", arguments(tmp_path / "run", SAVES))
-    finished = on_ranks(2, [command], timeout_s=60, setup=FULL_DISK)
+    finished = on_forked_ranks(2, [command], timeout_s=60, setup=FULL_DISK)
     assert finished.returncode != 0
     (told,) = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
     assert "cannot write a checkpoint: " in told and "No space left on device" in told
