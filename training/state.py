@@ -26,7 +26,8 @@ MODEL, OPTIMIZER, AVERAGE, PRECISION, VOCABULARY = "model.", "optimizer.", "aver
 SHARDED_COLLECTION = re.compile(r"(?<=\bcollections\.)dim(\d+)_sharded(?=\.)")
 TABLE_WEIGHT = re.compile(r"embeddings\.collections\.dim\d+\.embeddings\.table_([^.]+)\.weight")
 # FBGEMM's names of moments that PyTorch's optimizers call otherwise.
-MOMENT_KEYS = {"rowwise_adagrad": {"momentum1": "sum"}, "adam": {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"}}
+ADAM_KEYS = {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"}
+MOMENT_KEYS = {"rowwise_adagrad": {"momentum1": "sum"}, "adam": ADAM_KEYS, "adamw": ADAM_KEYS}
 
 
 @dataclass(frozen=True)
