@@ -126,8 +126,11 @@ class Loop:
     def _make_up_evaluation(self) -> None:
         """Evaluate the step that a run continues from, where it was stopped before it had."""
         due = self.step > 0 and self._due(self.trainer.eval_interval) and self.step < self.total_steps
-        if due and not self.ranks.gather(self.log.has_evaluation(self.step))[0] and self._evaluate():
-            self.save(self.step)
+        if due and not self.ranks.gather(self.log.has_evaluation(self.step))[0]:
+            self.meter.pause()
+            if self._evaluate():
+                self.save(self.step)
+            self.meter.resume()
 
     def _stop(self) -> NoReturn:
         """Save this step, whose evaluation is made up for by the run that continues, and end."""

@@ -271,3 +271,32 @@ def test_grown_tables_are_filled_shard_by_shard(tmp_path, tiny_dataset, argument
     assert "table 'item': 19 of its 23 rows are in the checkpoint, 4 start anew; 1 rows of" in finished.stderr
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
     torch.testing.assert_close(tensors(tmp_path / "two"), tensors(tmp_path / "one"), rtol=1e-4, atol=1e-5)
+
+
+def test_listed_tables_share_features_and_adam_is_refused_in_one_sentence(tmp_path, script_on_ranks):
+    """recsys-examples' way to name tables: one of them is read by two features."""
+
+    def command(name, batch, *bindings):
+        settings = (
+            f"TrainerArgs.output_dir = {str(tmp_path / name)!r}",
+            f"TrainerArgs.train_batch_size = {batch}",
+            "TrainerArgs.log_interval = 1",
+            "TrainerArgs.max_train_iters = 6",
+            "NetworkArgs.hidden_dropout = 0.0",
+            "item/EmbeddingArgs.sharding_type = 'model_parallel'",
+            "context/EmbeddingArgs.sharding_type = 'row_wise'",
+            *bindings,
+        )
+        return ["--gin-config-file", "debug_synthetic.gin", *(w for s in settings for w in ("--gin-bindings", s))]
+
+    adagrad = "OptimizerArgs.embedding_optimizer_str = 'rowwise_adagrad'"
+    assert train_main("ranking", command("one", 24, adagrad)) == 0
+    finished = script_on_ranks(3, TRAIN, [command("three", 8, adagrad)])
+    assert finished.returncode == 0, finished.stderr
+    assert len(losses(tmp_path / "one")) == 6
+    torch.testing.assert_close(losses(tmp_path / "three"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
+
+    refused = script_on_ranks(3, TRAIN, [command("adam", 8)])
+    assert refused.returncode != 0
+    (told,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert "has sharding type 'model_parallel', and FBGEMM has no 'adam' for sharded tables on a CPU" in told
