@@ -17,7 +17,7 @@ from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.recipes import linear_recipe
 from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
-from genrec.training.checkpoint import CheckpointError, read_into, read_tensors
+from genrec.training.checkpoint import CheckpointError, read_into, read_shapes, read_tensors
 from genrec.training.state import (
     AVERAGE,
     MODEL,
@@ -52,12 +52,14 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
 
 def restore_for_evaluation(path: Path, state: TrainingState) -> None:
     """Put what training evaluates into the model: weights, or their average where the run kept one, and FP8 state."""
-    tensors = read_tensors(path, prefixes=(AVERAGE,))
-    weights = TrainingState(model=state.model, tables=state.tables)
-    restore_tensors(path, weights)
+    restore_tensors(path, TrainingState(model=state.model, tables=state.tables))
+    sharded = {} if state.tables is None else sharded_weights(state.tables)
     own = {checkpoint_name(name): tensor for name, tensor in state.model.state_dict().items()}
-    for name, tensor in below(tensors, AVERAGE).items():
+    averaged = [name.removeprefix(AVERAGE) for name in read_shapes(path) if name.startswith(AVERAGE)]
+    whole = read_tensors(path, prefixes=(AVERAGE,), without=[f"{AVERAGE}{name}" for name in sharded])
+    for name, tensor in below(whole, AVERAGE).items():
         own[name].copy_(tensor)
+    read_into(path, {f"{AVERAGE}{name}": sharded[name] for name in averaged if name in sharded})
 
 
 def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) -> None:

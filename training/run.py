@@ -66,7 +66,7 @@ class Evaluator:
         )
         self.table_specs = embedding_tables(config, self.data.metadata)
         self._sharded = sharded_tables(
-            self.table_specs, config, device_type=ranks.device.type, world_size=ranks.world_size
+            self.table_specs, self._table_config, device_type=ranks.device.type, world_size=ranks.world_size
         )
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
         self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
@@ -80,21 +80,31 @@ class Evaluator:
         """
         if self._sharded:
             plan = self.ranks.together(self._plan if self.ranks.is_main else lambda: None)
-            self.tables = ShardedTables(self.model, self.ranks.gather(plan)[0], config=self.config, ranks=self.ranks)
+            plan = self.ranks.gather(plan)[0]
+            self.tables = ShardedTables(self.model, plan, config=self._table_config, ranks=self.ranks)
         self.model.to(self.ranks.device)
 
     @property
     def placements(self) -> list[TablePlacement]:
         """Where each table lies."""
         plan = None if self.tables is None else self.tables.plan
-        return placements(self.table_specs, plan, self.config, world_size=self.ranks.world_size)
+        return placements(self.table_specs, plan, self._table_config, world_size=self.ranks.world_size)
 
     def restore_for_evaluation(self, path: Path) -> None:
         """Put the weights of a checkpoint, or their average, into the model."""
         restore.restore_for_evaluation(path, TrainingState(model=self.model, tables=self.tables))
 
+    @property
+    def _table_config(self) -> ExperimentConfig:
+        """The configuration with tables that have no moments, and nothing that only training could not have of them."""
+        optimizer = dataclasses.replace(
+            self.config.optimizer, embedding_optimizer_str="sgd", embedding_weight_decay=0.0
+        )
+        trainer = dataclasses.replace(self.config.trainer, accumulate_steps=1, grad_clip_norm=None, ema_decay=None)
+        return dataclasses.replace(self.config, optimizer=optimizer, trainer=trainer)
+
     def _plan(self) -> ShardingPlan:
-        sharder = table_sharder(self.config.optimizer)
+        sharder = table_sharder(self._table_config.optimizer)
         return plan_tables(self.model, self.table_specs, self._sharded, sharder, ranks=self.ranks)
 
     def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:
@@ -135,6 +145,10 @@ class Run(Evaluator):
             "config.json": json.dumps(same_run.config_values(config), indent=1),
             "versions.json": json.dumps(versions(), indent=1),
         }
+
+    @property
+    def _table_config(self) -> ExperimentConfig:
+        return self.config
 
     def place(self) -> None:
         """As of an Evaluator, and make what trains the model."""
