@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.linear import is_fp8
@@ -38,16 +39,10 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
     Without optimizers in ``state`` those of the checkpoint are left alone. FP8 state is of no model: what the
     checkpoint lacks of it starts anew, what it has too much is left alone.
     """
-    in_place = {} if state.tables is None else sharded_weights(state.tables)
     prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
-    apart = [f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in in_place]
-    put_back(read_tensors(path, prefixes=prefixes, without=apart), path, state)
-    if state.tables is None:
-        return
-    targets = {f"{MODEL}{name}": tensor for name, tensor in in_place.items()}
-    if state.optimizers:
-        targets |= {f"{OPTIMIZER}{name}": tensor for name, tensor in sharded_moments(state.tables).items()}
-    read_into(path, targets)
+    in_place = sharded_targets(state)
+    put_back(read_tensors(path, prefixes=prefixes, without=list(in_place)), path, state)
+    read_into(path, in_place)
 
 
 def restore_for_evaluation(path: Path, state: TrainingState) -> None:
@@ -74,9 +69,19 @@ def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) ->
         steps = [value for name, value in saved.items() if _is_of(name, sharded) and name.endswith(".step")]
         state.tables.set_num_steps(int(steps[0]) if steps else 0)
     if state.average is not None:
-        averaged = below(tensors, AVERAGE) or weights  # a run without average: it starts at its weights
+        averaged = {**weights, **below(tensors, AVERAGE)}  # where the checkpoint has none, it starts at the weights
         for name, tensor in state.average.tensors.items():
             tensor.copy_(averaged[name])
+
+
+def sharded_targets(state: TrainingState) -> dict[str, ShardedTensor]:
+    """Sharded tables and, where ``state`` has optimizers, their moments, by name in a checkpoint, to read into."""
+    if state.tables is None:
+        return {}
+    targets = {f"{MODEL}{name}": tensor for name, tensor in sharded_weights(state.tables).items()}
+    if state.optimizers:
+        targets |= {f"{OPTIMIZER}{name}": tensor for name, tensor in sharded_moments(state.tables).items()}
+    return targets
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str, *, leaves_only: bool = False) -> dict[str, Tensor]:
@@ -98,7 +103,7 @@ def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor], 
         here = tuple(own[name].shape) if name in own else "absent"
         if there != here:
             raise CheckpointError(f"{path} is of another model: {name} is {there} there and {here} here")
-    # Sharded tables, which are read in place, for their own sake: a module takes all of its tensors or refuses.
+    # With sharded tables as they are, to be filled in place: load_state_dict takes all tensors or refuses.
     model.load_state_dict({names[name]: value for name, value in {**saved, **apart}.items()})
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from genrec.training.checkpoint import CheckpointError, read_host, read_into, read_shapes, read_tensors
-from genrec.training.restore import below, put_back
+from genrec.training.restore import below, put_back, sharded_targets
 from genrec.training.state import (
     AVERAGE,
     MODEL,
@@ -29,7 +28,6 @@ from genrec.training.state import (
     VOCABULARY,
     TrainingState,
     checkpoint_name,
-    sharded_moments,
     sharded_weights,
     table_of,
 )
@@ -54,14 +52,14 @@ def start_from(path: Path, state: TrainingState, *, parts: str, data: Mapping[st
     """
     sharded = {} if state.tables is None else sharded_weights(state.tables)
     matches = {} if parts == DENSE else _match_tables(path, state, data=data)
-    tensors = _wanted_tensors(path, state, parts, without=sharded)
+    tensors = _wanted_tensors(path, state, parts)
     for name, match in matches.items():
         if name not in sharded:
             tensors |= _grown(tensors, name, match, state)
     if parts != ALL:
         tensors |= _own_tensors(state, parts)
     put_back(tensors, path, state)
-    if state.tables is not None and parts != DENSE:
+    if parts != DENSE:
         _fill_sharded(path, state, matches)
 
 
@@ -139,12 +137,9 @@ def _match_table(
     return match
 
 
-def _wanted_tensors(
-    path: Path, state: TrainingState, parts: str, *, without: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    apart = [f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in without]
+def _wanted_tensors(path: Path, state: TrainingState, parts: str) -> dict[str, Tensor]:
     prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
-    tensors = read_tensors(path, prefixes=prefixes, without=apart)
+    tensors = read_tensors(path, prefixes=prefixes, without=list(sharded_targets(state)))
     return {name: tensor for name, tensor in tensors.items() if parts == ALL or _part_of(name) == parts}
 
 
@@ -187,13 +182,7 @@ def _grown(tensors: Mapping[str, Tensor], name: str, match: RowMatch, state: Tra
 
 
 def _fill_sharded(path: Path, state: TrainingState, matches: Mapping[str, RowMatch]) -> None:
-    assert state.tables is not None
-    targets: dict[str, ShardedTensor] = {
-        f"{MODEL}{name}": tensor for name, tensor in sharded_weights(state.tables).items()
-    }
-    if state.optimizers:
-        targets |= {f"{OPTIMIZER}{name}": tensor for name, tensor in sharded_moments(state.tables).items()}
-
+    targets = sharded_targets(state)
     found = {name: matches.get(_weight_of(name)) for name in targets}
     read_into(path, {name: tensor for name, tensor in targets.items() if found[name] is None})
     for name, tensor in targets.items():

@@ -73,6 +73,15 @@ def test_parts(tmp_path, tiny_config, last_tensors, trained, parts):
         assert step == (7 if taken else 1), name
 
 
+@pytest.mark.parametrize("parts", ["embedding", "dense"])
+def test_an_average_starts_at_the_weights_of_a_checkpoint_without(tmp_path, tiny_config, last_tensors, parts):
+    train(tiny_config(tmp_path / "first"))
+    train(tiny_config(tmp_path / "second", *start(tmp_path / "first", f"TrainerArgs.ckpt_load_parts = {parts!r}")))
+    second = last_tensors(tmp_path / "second")
+    for name in (name for name in second if name.startswith("average.")):
+        assert_close(second[name], second[name.replace("average.", "model.", 1)])
+
+
 def test_rows_are_found_by_what_they_stand_for(tmp_path, tiny_config, last_tensors, trained, make_grown, caplog):
     directory, pairs, num_items = make_grown(new=[900, 1007, 5000, 5001], gone=[1003, 1019])
     where = f"DatasetArgs.dataset_path = {str(directory)!r}"
