@@ -150,9 +150,11 @@ def _check_shapes(
     scaling_seqlen: int,
     max_seqlen: int,
 ) -> None:
-    if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
+    are_heads = q.ndim == v.ndim == 3 and 0 not in (*q.shape[1:], *v.shape[1:])
+    if not are_heads or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be (T, H, d_qk) twice and (T, H, d_v)"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be (T, H, d_qk) twice and (T, H, d_v), "
+            "with H and d from 1 on"
         )
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"offsets must be (B + 1,), not {tuple(offsets.shape)}")

@@ -13,9 +13,9 @@ from torch import Tensor
 from genrec.hstu.attention import hopper_backward, hopper_forward
 from genrec.hstu.attention import triton as kernels
 from genrec.hstu.attention.descriptors import has_whole_rows
-from genrec.hstu.attention.quantization import BLOCK, QuantizedBatch, ScoreTensors
+from genrec.hstu.attention.quantization import QuantizedBatch, ScoreTensors
 from genrec.hstu.attention.request import Request, as_blocks, block_of, device_of, strides
-from genrec.hstu.attention.tuning import KernelTile, Tiles
+from genrec.hstu.attention.tuning import KernelTile, Tiles, check_fp8
 
 # Programs add to this many copies of a bias's gradient, so that not all queue for the same few numbers.
 _BIAS_SUMS = 64
@@ -58,8 +58,7 @@ def forward_fp8(
     batch: QuantizedBatch, v: Tensor, schedule: Tensor, request: Request, tiles: Tiles, *, scales: str
 ) -> Tensor:
     """The output (T, H, d_v) of quantized q, k and v, in the dtype of ``v``; scales: of the mode."""
-    if BLOCK % tiles.forward.keys:
-        raise ValueError(f"FP8 takes tiles of keys that divide {BLOCK}, not {tiles.forward.keys}")
+    check_fp8(tiles)
     width = batch.v_tiles.values.shape[2]
     output = torch.empty(*v.shape[:2], width, dtype=v.dtype, device=v.device)
     if v.numel() > 0 and hopper_forward.why_not_fp8(v, batch, request, scales) is None:

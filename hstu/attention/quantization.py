@@ -189,14 +189,16 @@ def dequantize_columns(x: FP8Tensor, *, mode: str, places: Places, dtype: torch.
 
 
 def weight_scale(q: FP8Tensor, k: FP8Tensor, *, mode: str, places: Places, alpha: float) -> Tensor:
-    """(B, H): the largest power of two that can't take P beyond 448, from 2^-60 to 2^60; 1 where P is 0.
+    """(B, H): the largest power of two that can't take P beyond 448, at most 2^60; 1 where P is 0.
 
-    |SiLU(S)| <= |S| <= alpha |q| |k|, with the norms of the longest rows of the user and head, as they are in FP8.
+    |SiLU(S)| <= |S| <= alpha |q| |k|, with the norms of the longest rows of the user and head, as they are in FP8. NaN
+    where that takes less than 2^-60: of such scores nothing is hidden.
     """
     norms = [_largest_of(_norms(x, mode, places), places.user, places.num_users + 1)[:-1] for x in (q, k)]
     bound = norms[0] * norms[1] * abs(alpha)
-    exponent = _exponent(torch.full_like(bound, E4M3.max) / bound).clamp(-MAX_WEIGHT_EXPONENT, MAX_WEIGHT_EXPONENT)
-    return torch.where(bound > 0, _power_of_two(exponent), 1.0)
+    exponent = _exponent(torch.full_like(bound, E4M3.max) / bound).clamp(max=MAX_WEIGHT_EXPONENT)
+    scale = torch.where(exponent < -MAX_WEIGHT_EXPONENT, torch.nan, _power_of_two(exponent))
+    return torch.where(bound > 0, scale, 1.0)
 
 
 def spread(scale: Tensor, mode: str, places: Places) -> Tensor:

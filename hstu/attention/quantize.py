@@ -225,6 +225,6 @@ def weight_scale_kernel(norms, scale, size, alpha, BLOCK: tl.constexpr):
     bound = query * key * tl.abs(alpha)
     room = tl.div_rn(tl.full((BLOCK,), _MAX, tl.float32), bound)
     exponent = (room.to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -_MAX_EXPONENT), _MAX_EXPONENT)
-    power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    power = ((tl.minimum(exponent, _MAX_EXPONENT) + 127) << 23).to(tl.float32, bitcast=True)
+    power = tl.where(exponent < -_MAX_EXPONENT, float("nan"), power)
     tl.store(scale + cells, tl.where(bound > 0, power, 1.0), mask=cells < size)

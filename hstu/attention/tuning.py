@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -19,17 +20,24 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 
 from genrec.configs.schema import UserError
+from genrec.hstu.attention.quantization import BLOCK
 
 T = TypeVar("T")
 
 TANHS = ("approx", "approx_pair", "exact")
 _TABLES: dict[str, dict[int, Any]] = {}
+_CHECKS: dict[str, Callable[[Any], None]] = {}
 _logger = logging.getLogger(__name__)
 
 
-def tunable(name: str, table: dict[int, T]) -> dict[int, T]:
-    """Let files replace entries of ``table``, which has a dataclass for each width of heads; returns it."""
+def tunable(name: str, table: dict[int, T], *, check: Callable[[T], None] | None = None) -> dict[int, T]:
+    """Let files replace entries of ``table``, which has a dataclass for each width of heads; returns it.
+
+    check: raises ValueError for an entry that this table can't have.
+    """
     _TABLES[name] = table
+    if check is not None:
+        _CHECKS[name] = check
     return table
 
 
@@ -127,7 +135,15 @@ FP8_TILES = {
         query_grad=KernelTile(64, 64, num_warps=8, num_stages=2),
     ),
 }
-tunable("triton_fp8", FP8_TILES)
+
+
+def check_fp8(tiles: Tiles) -> None:
+    """Raise ValueError where forward's tiles of keys don't fill blocks of quantized values."""
+    if BLOCK % tiles.forward.keys:
+        raise ValueError(f"FP8 takes tiles of keys that divide {BLOCK}, not {tiles.forward.keys}")
+
+
+tunable("triton_fp8", FP8_TILES, check=check_fp8)
 
 # For tests: exact in every step, so without tensor cores, where larger tiles compile for minutes.
 _SMALL = KernelTile(16, 16, num_warps=4, num_stages=1)
@@ -158,7 +174,7 @@ def load(path: Path) -> None:
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the attention tiles {str(path)!r} can't be read: {error}") from error
     try:
         entries = _read(report)
@@ -180,13 +196,19 @@ def _read(report: Any) -> list[tuple[str, int, Any]]:
         if name not in _TABLES:
             raise ValueError(f"table {name!r} is not one of {', '.join(_TABLES)}")
         known = _TABLES[name]
-        for width, values in table.items() if isinstance(table, dict) else ():
+        if not isinstance(table, dict):
+            raise ValueError(f"table {name!r} must have tiles by the width of heads, and is {table!r}")
+        for width, values in table.items():
             if not width.isdecimal() or int(width) not in known:
                 raise ValueError(f"{name} {width!r} is not one of the widths {', '.join(map(str, known))}")
             try:
-                entries.append((name, int(width), _build(type(known[int(width)]), values)))
+                tiles = _build(type(known[int(width)]), values)
+                _CHECKS.get(name, lambda _: None)(tiles)
             except ValueError as error:
                 raise ValueError(f"{name} {width}: {error}") from error
+            entries.append((name, int(width), tiles))
+    if not entries:
+        raise ValueError("there are no tiles in its 'tables'")
     return entries
 
 

@@ -14,7 +14,8 @@ from genrec.hstu.attention import hstu_attention, interface
 def attend(**changes):
     x = torch.ones(3, 1, 8)
     kwargs = {"offsets": torch.tensor([0, 3]), "max_seqlen": 3, "scaling_seqlen": 3, **changes}
-    return hstu_attention(kwargs.pop("q", x), x, kwargs.pop("v", x), **kwargs)
+    q, k, v = (kwargs.pop(name, x) for name in "qkv")
+    return hstu_attention(q, k, v, **kwargs)
 
 
 @pytest.mark.usefixtures("no_cutlass")
@@ -50,6 +51,9 @@ def test_every_quantization_is_there(quantization):
         ({"max_seqlen": -1}, "max_seqlen -1 is negative"),
         ({"q": torch.ones(3, 1, 4)}, r"q \(3, 1, 4\), k \(3, 1, 8\)"),
         ({"v": torch.ones(3, 2, 8)}, r"v \(3, 2, 8\)"),
+        ({"q": torch.ones(3, 8), "k": torch.ones(3, 8)}, r"q \(3, 8\), k \(3, 8\)"),
+        ({name: torch.ones(3, 0, 8) for name in "qkv"}, r"with H and d from 1 on"),
+        ({"v": torch.ones(3, 1, 0)}, r"with H and d from 1 on"),
         ({"offsets": torch.tensor(0)}, r"offsets must be \(B \+ 1,\)"),
         ({"offsets": torch.tensor([1, 3])}, "offsets must start at 0, not 1"),
         ({"offsets": torch.tensor([0, 4])}, "offsets end at 4, but there are only 3 rows"),

@@ -92,6 +92,19 @@ def test_same_bits_as_pytorch(mode, dtype):
     assert mine.q.values[-PADDING:].float().eq(0).all()
 
 
+@pytest.mark.parametrize("largest", [1e11, 1e19])
+def test_scores_that_no_weight_scale_fits_are_nan(largest):
+    """Of the user that has them, in all modes: P would saturate, and an infinite S look finite."""
+    request = request_of()
+    q, k, v = draw()
+    start = int(request.offsets[-2])
+    q, k = q.clone(), k.clone()
+    q[start], k[start] = largest, largest
+    for batch in run(q, k, v, request, "per-head"):
+        assert batch.weight_scale[-1].isnan().all()
+        assert batch.weight_scale[:-1].isfinite().all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_the_output(mode):
     """The same bits as PyTorch's, also where it is one number all over; scaled in every mode, the plain cast's too."""

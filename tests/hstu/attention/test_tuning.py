@@ -70,6 +70,12 @@ def of_hopper(name, part=None, **changes):
     ("tables", "message"),
     [
         (None, "there are no 'tables' in it"),
+        ({}, "there are no tiles in its 'tables'"),
+        ({"triton": [1, 2]}, "table 'triton' must have tiles by the width of heads, and is [1, 2]"),
+        (
+            {"triton_fp8": {"32": {**dataclasses.asdict(TILES), "forward": tile(keys=256)}}},
+            "triton_fp8 32: FP8 takes tiles of keys that divide 128, not 256",
+        ),
         ({"mine": {}}, "table 'mine' is not one of triton"),
         ({"triton": {"48": {}}}, "triton '48' is not one of the widths 32, 64, 128, 256"),
         ({"triton": {"wide": {}}}, "triton 'wide' is not one of the widths"),
@@ -114,6 +120,9 @@ def test_a_file_that_is_none(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(UserError, match="can't be read"):
         tuning.load(tmp_path / "broken.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="can't be read"):
+        tuning.load(tmp_path / "deep.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UserError, match="no 'tables'"):
         tuning.load(tmp_path / "list.json")
