@@ -113,8 +113,6 @@ class MixedPrecisionArgs:
             read = recipe == "delayed" or getattr(self, name) == defaults[name]
             only = f"must stay {defaults[name]!r} with linear_recipe = {recipe!r}, since only 'delayed' reads it"
             require(self, name, read, only)
-        pads = recipe is not None or self.pad_multiple is None
-        require(self, "pad_multiple", pads, "must stay None with linear_recipe = None, since FP8 linears alone read it")
         if recipe is not None and self.pad_multiple is not None:
             own = FP8_ROW_MULTIPLES[recipe]
             allowed = f"must be None or a multiple of {own}, which {recipe!r} needs"

@@ -66,11 +66,6 @@ REFUSED = {
         "MixedPrecisionArgs.margin = 1 must stay 0 with linear_recipe = 'mxfp8', since only 'delayed' reads it"),
     "rows": (["MixedPrecisionArgs.pad_multiple = 24"],
         "MixedPrecisionArgs.pad_multiple = 24 must be None or a multiple of 16, which 'tensorwise' needs"),
-    "rows that nothing reads": (
-        ["MixedPrecisionArgs.pad_multiple = 16", "MixedPrecisionArgs.linear_recipe = None",
-         "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-head'"],
-        "MixedPrecisionArgs.pad_multiple = 16 must stay None with linear_recipe = None, since FP8 linears "
-        "alone read it"),
     "rows beyond reason": (["MixedPrecisionArgs.pad_multiple = 160000000"],
         "MixedPrecisionArgs.pad_multiple = 160000000 must be at most 65536"),
     "history beyond memory": (

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 
 import pytest
+import torch
 
 from genrec.configs.schema import UserError
+from genrec.hstu.attention.tuning import HALF_PRECISION_TILES
 from genrec.training.preflight import check_places, require_available
 
 
@@ -41,5 +45,7 @@ def test_attention_tiles_are_read_before_anything_is_built(tmp_path, tiny_config
     assert config.digest == tiny_config(tmp_path / "run").digest
     with pytest.raises(UserError, match=r"the attention tiles .*tiles\.json.* can't be read"):
         require_available(config)
-    path.write_text('{"tables": {}}')
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "any"
+    built_in = dataclasses.asdict(HALF_PRECISION_TILES[64])
+    path.write_text(json.dumps({"device": device, "tables": {"triton": {"64": built_in}}}))
     require_available(config)
