@@ -1,4 +1,4 @@
-"""TMA descriptors of attention's tensors for the Gluon kernels: what the hardware copies tiles by."""
+"""What both Gluon kernels ask of the host: their decorator, and TMA descriptors, by which the hardware copies tiles."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from torch import Tensor
 from genrec.hstu.attention.triton import INTERPRETED
 
 try:
+    from triton.experimental import gluon as gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 except ImportError:  # No Triton, or one without Gluon: nothing asks for descriptors.
+    gluon = None
     _ELEMENTS = {}
+
+
+def gluon_jit(kernel: Any = None, **options: Any) -> Any:
+    """``gluon.jit``; the function as it is without Gluon, and in Triton's interpreter, which has no Gluon."""
+    if kernel is None:
+        return lambda function: gluon_jit(function, **options)
+    return kernel if gluon is None or INTERPRETED else gluon.jit(kernel, **options)
 
 
 def is_hopper(x: Tensor) -> bool:

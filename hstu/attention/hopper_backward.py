@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from genrec.hstu.attention import triton as kernels
-from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper
+from genrec.hstu.attention.descriptors import descriptor, gluon, has_whole_rows, is_hopper
+from genrec.hstu.attention.descriptors import gluon_jit as _jit
 from genrec.hstu.attention.quantization import ScoreTensors
 from genrec.hstu.attention.request import Request
 from genrec.hstu.attention.tuning import check_number, tunable
 
 try:
-    from triton.experimental import gluon as gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
@@ -39,7 +39,7 @@ try:
         warpgroup_mma_wait,
     )
 except ImportError:  # No Triton, or one without Gluon: the Triton kernels serve.
-    gluon = None
+    pass
 
 _FP8_BLOCK = kernels._FP8_BLOCK
 _align_spans = kernels._align_spans
@@ -53,12 +53,6 @@ _user_parts = kernels._user_parts
 _user_span = kernels._user_span
 _visible = kernels._visible
 _PER_BATCH = ["num_users", "num_rows", "window", "group_size"]
-
-
-def _jit(kernel: Any = None, **options: Any) -> Any:
-    if kernel is None:
-        return lambda function: _jit(function, **options)
-    return kernel if gluon is None else gluon.jit(kernel, **options)
 
 
 @_jit

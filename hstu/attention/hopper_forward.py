@@ -26,23 +26,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper, matrix_descriptor
+from genrec.hstu.attention.descriptors import (
+    descriptor,
+    gluon,
+    has_whole_rows,
+    is_hopper,
+    matrix_descriptor,
+)
+from genrec.hstu.attention.descriptors import gluon_jit as _jit
 from genrec.hstu.attention.quantization import BLOCK, QuantizedBatch
 from genrec.hstu.attention.request import Request, device_of, strides
 from genrec.hstu.attention.triton import (
-    INTERPRETED,
     _key_spans,
     _masked_tile,
     _num_blocks,
     _num_masked,
     _user_parts,
     _visible,
-    triton,
 )
 from genrec.hstu.attention.tuning import check_number, tunable
 
 try:
-    from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
@@ -53,7 +57,7 @@ try:
         warpgroup_mma_wait,
     )
 except ImportError:  # genrec imports without it; ``why_not`` says so.
-    gluon = None
+    pass
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 GROUP_ROWS = 64  # what one warp group's matrix instruction takes
@@ -104,12 +108,6 @@ FP8_BLOCK_TILES = {
     64: HopperTile(groups=2, keys=128, key_stages=3, value_stages=3, registers=240),
     128: HopperTile(groups=2, keys=64, key_stages=4, value_stages=4, registers=248),
 }
-
-
-def _jit(kernel: Any = None, **options: Any) -> Any:
-    if kernel is None:
-        return lambda function: _jit(function, **options)
-    return kernel if gluon is None or INTERPRETED else gluon.jit(kernel, **options)
 
 
 @_jit
@@ -574,7 +572,7 @@ def why_not_fp8(v: Tensor, batch: QuantizedBatch, request: Request, scales: str)
 
 
 def _why_not_here(q: Tensor, v: Tensor, request: Request, tiles: dict[int, HopperTile]) -> str | None:
-    if gluon is None or triton is None:
+    if gluon is None:
         return "Triton with Gluon is not installed"
     if not is_hopper(q):
         return "it needs a GPU of compute capability 9.0"

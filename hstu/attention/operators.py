@@ -159,10 +159,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _keep(ctx, inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], schedule: Tensor) -> None:
     q, k, v, *batch = inputs[:10]
     ctx.settings = inputs[10:]
-    ctx.save_for_backward(q, k, v, output[1], *batch)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, schedule, *batch)
 
 
 def _autograd(ctx: Any, grad_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -186,9 +190,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         output, schedule = _run_forward(*inputs)
-        q, k, v, *batch = inputs[:10]
-        ctx.settings = inputs[10:]
-        ctx.save_for_backward(q, k, v, schedule, *batch)
+        _keep(ctx, inputs, schedule)
         return output
 
     @staticmethod

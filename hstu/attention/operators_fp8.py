@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,10 +121,14 @@ def _(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, inputs, output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], made: Sequence[Tensor]) -> None:
     q, k, v, *batch = inputs[:6]
     ctx.settings = inputs[6:-1]
-    ctx.save_for_backward(q, k, v, *output[1:], *batch)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(q, k, v, *made, *batch)
 
 
 def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -145,10 +149,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output, *kept = _run_forward(*inputs)
-        q, k, v, *batch = inputs[:6]
-        ctx.settings = inputs[6:-1]
-        ctx.save_for_backward(q, k, v, *kept, *batch)
+        output, *made = _run_forward(*inputs)
+        _keep(ctx, inputs, made)
         return output
 
     @staticmethod
