@@ -518,7 +518,7 @@ def _key_grad_step(
     grad_weights = tl.dot(value, tl.trans(score_grad), input_precision=PRECISION)
     if grad_scale is not None:
         grad_weights *= grad_scale
-    grad_scores = grad_weights * (tanh_plus_one * (1.0 + 2.0 * half - weights))
+    grad_scores = grad_weights * (tanh_plus_one * (1.0 + half * (2.0 - tanh_plus_one)))
     if seen is not None:
         weights = tl.where(seen, weights, 0.0)
         grad_scores = tl.where(seen, grad_scores, 0.0)
@@ -686,7 +686,7 @@ def _query_grad_step(
     grad_weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
     if grad_scale is not None:
         grad_weights *= grad_scale
-    grad_scores = grad_weights * (tanh_plus_one * (1.0 + 2.0 * half - half * tanh_plus_one))
+    grad_scores = grad_weights * (tanh_plus_one * (1.0 + half * (2.0 - tanh_plus_one)))
     if seen is not None:
         grad_scores = tl.where(seen, grad_scores, 0.0)
     return tl.dot(grad_scores.to(key.dtype), key, grad_query, input_precision=PRECISION), grad_scores

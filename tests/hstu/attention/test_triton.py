@@ -107,6 +107,17 @@ def test_masks(make_case, mask):
     assert_as_reference(make_case(users, **masking))
 
 
+def test_the_derivative_of_huge_scores_is_one_or_zero(make_case):
+    """Of scores near 1e9, beside which float32 has no 1 left."""
+    case = make_case(((1, 13, 2), (0, 17, 0)))
+    q, k, v, _ = draw(case.num_tokens)
+    grad = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    grads = [torch.autograd.grad(f(q, k, v, case, alpha=1e9), (q, k, v), grad) for f in (attend, refer)]
+    for got, true in zip(*grads, strict=True):
+        assert true.abs().max() > 0
+        torch.testing.assert_close(got / true.abs().max(), true / true.abs().max(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize(("width", "value_width"), [(32, 32), (64, 64), (128, 128), (256, 256), (24, 40), (64, 8)])
 def test_widths(make_case, width, value_width):
