@@ -1,4 +1,4 @@
-"""What both Gluon kernels ask of the host: their decorator, and TMA descriptors, by which the hardware copies tiles."""
+"""What the Gluon kernels ask of the host: TMA descriptors, by which the hardware copies tiles."""
 
 from __future__ import annotations
 
@@ -8,24 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrec.hstu.attention.triton import INTERPRETED
+from genrec.hstu.attention.triton_jit import INTERPRETED, GluonDescriptor, gl, gluon
 
-try:
-    from triton.experimental import gluon as gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+_ELEMENTS = {}
+if gluon is not None:
     _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
-except ImportError:  # No Triton, or one without Gluon: nothing asks for descriptors.
-    gluon = None
-    _ELEMENTS = {}
-
-
-def gluon_jit(kernel: Any = None, **options: Any) -> Any:
-    """``gluon.jit``; the function as it is without Gluon, and in Triton's interpreter, which has no Gluon."""
-    if kernel is None:
-        return lambda function: gluon_jit(function, **options)
-    return kernel if gluon is None or INTERPRETED else gluon.jit(kernel, **options)
 
 
 def is_hopper(x: Tensor) -> bool:
@@ -48,12 +35,12 @@ def descriptor(x: Tensor, rows: int) -> Any:
     """Of ``x`` (T, H, d), for tiles of ``rows`` rows of one head."""
     num_rows, num_heads, dim = x.shape
     layout = _layout(rows, dim, x.dtype)
-    return TensorDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim], layout)
+    return GluonDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim], layout)
 
 
 def matrix_descriptor(x: Tensor, rows: int, columns: int) -> Any:
     """Of a matrix, for tiles of ``rows`` by ``columns``."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+    return GluonDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
 
 
 @functools.cache

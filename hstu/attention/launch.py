@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrec.hstu.attention import hopper_backward, hopper_forward
-from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention import hopper_backward, hopper_forward, triton_jit
 from genrec.hstu.attention.descriptors import has_whole_rows
 from genrec.hstu.attention.quantization import QuantizedBatch, ScoreTensors
 from genrec.hstu.attention.request import Request, as_blocks, block_of, device_of, strides
+from genrec.hstu.attention.triton_forward import forward_kernel
+from genrec.hstu.attention.triton_key_grad import key_grad_kernel
+from genrec.hstu.attention.triton_query_grad import query_grad_kernel
+from genrec.hstu.attention.triton_schedule import schedule_kernel
 from genrec.hstu.attention.tuning import KernelTile, Tiles, check_fp8
 
 # Programs add to this many copies of a bias's gradient, so that not all queue for the same few numbers.
@@ -26,7 +29,7 @@ def make_schedule(q: Tensor, request: Request) -> Tensor:
     """(3, B + 1) int32, of ``schedule_kernel``: in which order tiles are taken."""
     schedule = torch.empty(3, request.num_users + 1, dtype=torch.int32, device=q.device)
     with device_of(q):
-        kernels.schedule_kernel[(request.num_users // _SCHEDULE_BLOCK + 1,)](
+        schedule_kernel[(request.num_users // _SCHEDULE_BLOCK + 1,)](
             request.users()[0], schedule, request.num_users, q.shape[0], BLOCK=_SCHEDULE_BLOCK
         )
     return schedule
@@ -41,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, request: Request, tiles: Tiles) -> 
     elif v.numel() > 0:
         q, k, padded = (as_blocks(x) for x in (q, k, v))
         with device_of(q):
-            kernels.forward_kernel[request.grid(q, tiles.forward.rows)](
+            forward_kernel[request.grid(q, tiles.forward.rows)](
                 *(q, k, padded, output),
                 *_descriptors(k, padded, tiles.forward.keys, tiles),
                 *(None,) * 4,
@@ -66,7 +69,7 @@ def forward_fp8(
     elif v.numel() > 0:
         query, key, value = batch.q, batch.k, batch.v_tiles
         with device_of(v):
-            kernels.forward_kernel[request.grid(v, tiles.forward.rows)](
+            forward_kernel[request.grid(v, tiles.forward.rows)](
                 *(query.values, key.values, value.values, output),
                 *_descriptors(key.values, None, tiles.forward.keys, tiles),
                 *(query.descale, key.descale, value.descale, batch.weight_scale),
@@ -141,7 +144,7 @@ def _launch_backward(
     batch = (*request.pointers(), *strides(q, k, v, grad_output), dq.stride(0), *_scalars(q, request))
     is_fused = tiles.fused and request.bias is None
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if is_fused else None
-    kernels.key_grad_kernel[request.grid(q, tiles.key_grad.keys)](
+    key_grad_kernel[request.grid(q, tiles.key_grad.keys)](
         *(q, k, v, grad_output, *of_scores, dk, dv),
         *_descriptors(q, grad_output, tiles.key_grad.rows, tiles),
         *(dq_sum, None if dq_sum is None else _descriptor(dq_sum, tiles.key_grad.rows), num_heads * qk_dim),
@@ -152,7 +155,7 @@ def _launch_backward(
     if dq_sum is not None:
         torch.mul(dq_sum.flatten(1), request.alpha / (2 * request.scaling_seqlen), out=dq)
         return
-    kernels.query_grad_kernel[request.grid(q, tiles.query_grad.rows)](
+    query_grad_kernel[request.grid(q, tiles.query_grad.rows)](
         *(q, k, v, grad_output, *of_scores, dq, *bias_grads),
         *_descriptors(k, v, tiles.query_grad.keys, tiles),
         schedule,
@@ -184,7 +187,7 @@ def _constants(
         **request.mask_constants(),
         "BIAS": request.bias is not None,
         "SCALES": scales,
-        "TANH": "exact" if kernels.INTERPRETED else tanh,
+        "TANH": "exact" if triton_jit.INTERPRETED else tanh,
         "PRECISION": "ieee",  # matters for float32 alone, which would be rounded to TF32
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -205,4 +208,4 @@ def _descriptor(x: Tensor, rows: int) -> Any:
     if not has_whole_rows(x):
         return None
     num_rows, num_heads, dim = x.shape
-    return kernels.TensorDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim])
+    return triton_jit.TensorDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim])

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from genrec.hstu.attention import launch
-from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention import launch, triton_jit
 from genrec.hstu.attention.bias import RelativeBias, bias_of, tensors_of
 from genrec.hstu.attention.dispatch import is_watched, masking_of, split_gradients
 from genrec.hstu.attention.mask import MaskRules
@@ -56,13 +55,13 @@ def triton_attention(
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, *, quantization: str = "bf16") -> str | None:
     """Why these kernels can't serve the request here; None if they can."""
-    if kernels.triton is None:
+    if triton_jit.triton is None:
         return "Triton is not installed"
-    if not q.is_cuda and not kernels.INTERPRETED:
+    if not q.is_cuda and not triton_jit.INTERPRETED:
         return f"it needs a CUDA device, and q is on {q.device.type!r}"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v must share bfloat16, float16 or float32, not {q.dtype}, {k.dtype}, {v.dtype}"
-    if kernels.INTERPRETED and q.dtype == torch.bfloat16:
+    if triton_jit.INTERPRETED and q.dtype == torch.bfloat16:
         return "Triton's interpreter has no products of bfloat16"
     if max(q.shape[2], v.shape[2]) > MAX_DIM:
         return f"heads are at most {MAX_DIM} wide, not {max(q.shape[2], v.shape[2])}"

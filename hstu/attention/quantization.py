@@ -23,8 +23,8 @@ The mask holds for all else.
 Numbers that are not finite become NaN, which no product hides, and don't count for an amax. What covers only zeros has
 scale 1. Tokens that belong to no user are zeros and count nowhere.
 
-Slots are those of :mod:`genrec.hstu.attention.triton` for blocks of 128: three users of 5, 200 and 130 tokens have, as
-the longest comes first, slots 4, 0 to 1 and 2 to 3 (200 // 128 + 1 = 2; 330 // 128 + 2 = 4).
+Slots are those of :mod:`genrec.hstu.attention.triton_schedule` for blocks of 128: three users of 5, 200 and 130 tokens
+have, as the longest comes first, slots 4, 0 to 1 and 2 to 3 (200 // 128 + 1 = 2; 330 // 128 + 2 = 4).
 """
 
 from __future__ import annotations

@@ -2,53 +2,47 @@
 # ruff: noqa: ANN001, ANN201, ANN202, RET505, SIM102
 """Kernels that quantize attention's operands to FP8, as :mod:`genrec.hstu.attention.quantization` defines it.
 
-A program takes 128 tokens of a user and head, of q, k or v, in the slots that :mod:`genrec.hstu.attention.triton` has.
-Scales of a tensor, user or head take a pass of ``amax_kernel`` before.
+A program takes 128 tokens of a user and head, of q, k or v, in the slots of
+:mod:`genrec.hstu.attention.triton_schedule`. Scales of a tensor, user or head take a pass of ``amax_kernel`` before.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from genrec.hstu.attention import quantization
-from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, tl
+from genrec.hstu.attention.triton_schedule import find_tile
+from genrec.hstu.attention.triton_tiles import load
 from genrec.hstu.precision.formats import E4M3
 
-triton = kernels.triton
-_PER_BATCH, _find_tile, _jit, _load = kernels._PER_BATCH, kernels._find_tile, kernels._jit, kernels._load
-
-tl: Any = getattr(kernels, "tl", None)
-
-if triton is not None:
-    _BLOCK = tl.constexpr(quantization.BLOCK)
-    _MAX = tl.constexpr(E4M3.max)
-    _MAX_SCALE = tl.constexpr(quantization.MAX_SCALE)
-    _MAX_EXPONENT = tl.constexpr(quantization.MAX_WEIGHT_EXPONENT)
+_BLOCK = constexpr(quantization.BLOCK)
+_MAX = constexpr(E4M3.max)
+_MAX_SCALE = constexpr(quantization.MAX_SCALE)
+_MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
 
-@_jit
+@jit
 def _magnitudes(x):
     magnitudes = tl.abs(x)
     return tl.where(magnitudes < float("inf"), magnitudes, 0.0)  # NaN is less than nothing
 
 
-@_jit
+@jit
 def _scale_of(amax):
     return tl.where(amax > 0, tl.minimum(tl.div_rn(tl.full(amax.shape, _MAX, tl.float32), amax), _MAX_SCALE), 1.0)
 
 
-@_jit
+@jit
 def _descale_of(scale):
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
-@_jit
+@jit
 def _to_fp8(x, scale):
     values = tl.clamp(x * scale, -_MAX, _MAX)
     return tl.where(tl.abs(x) < float("inf"), values, float("nan")).to(tl.float8e4nv)
 
 
-@_jit
+@jit
 def _cell(user, head, num_heads, CELLS: tl.constexpr):
     """Which of the amaxes of a tensor is that of a user's head."""
     if CELLS == "head":
@@ -59,15 +53,15 @@ def _cell(user, head, num_heads, CELLS: tl.constexpr):
         return user * 0
 
 
-@_jit
+@jit
 def _add_amax(x, amax, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    block = _load(x, first, end, x_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
+    block = load(x, first, end, x_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
     largest = tl.max(tl.max(_magnitudes(block), axis=1), axis=0)
     # Of numbers that are not negative the order is that of their bits.
     tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@_jit(do_not_specialize=[*_PER_BATCH, "num_cells"])
+@jit(do_not_specialize=[*PER_BATCH, "num_cells"])
 def amax_kernel(
     q, k, v, amax, num_cells, schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head,
     num_users, num_rows, num_heads,
@@ -78,7 +72,7 @@ def amax_kernel(
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % num_heads
     slot = tl.program_id(0) // PARTS // num_heads
-    user, begin, length, tile = _find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
+    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
     first = tile * _BLOCK
     if (first >= length) | (user == num_users):
         return
@@ -92,7 +86,7 @@ def amax_kernel(
             _add_amax(v + begin * v_row + head * v_head, amax, first, length, v_row, V_DIM, V_BLOCK)
 
 
-@_jit
+@jit
 def _scale_of_block(magnitudes, amax, CELLS: tl.constexpr):
     """Of a block's rows: one number, or with "row" (128,)."""
     if CELLS == "row":
@@ -105,7 +99,7 @@ def _scale_of_block(magnitudes, amax, CELLS: tl.constexpr):
         return _scale_of(tl.load(amax).to(tl.float32, bitcast=True))
 
 
-@_jit
+@jit
 def _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS: tl.constexpr):
     if CELLS == "row":
         rows = first + tl.arange(0, _BLOCK)
@@ -116,7 +110,7 @@ def _store_descale(descale, scale, user, slot, begin, first, length, head, num_u
         tl.store(descale + user * num_heads + head, _descale_of(scale), mask=(first == 0) & (user < num_users))
 
 
-@_jit
+@jit
 def _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK: tl.constexpr):
     """To (T, H, DIM_BLOCK)."""
     rows = first + tl.arange(0, _BLOCK)[:, None]
@@ -124,14 +118,14 @@ def _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK: t
     tl.store(out + places, values, mask=rows < length)
 
 
-@_jit
+@jit
 def _quantize_rows(
     x, out, descale, amax, norm, user, slot, begin, first, length, head, x_row, x_head, num_users, num_heads,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """A block as operand of products over its columns; norm: the cell with the bits of the longest row's norm."""
     x += begin * x_row + head * x_head
-    block = _load(x, first, length, x_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
+    block = load(x, first, length, x_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
     if user == num_users:
         block = tl.zeros_like(block)
     scale = _scale_of_block(_magnitudes(block), amax, CELLS)
@@ -146,13 +140,13 @@ def _quantize_rows(
         tl.atomic_max(norm, longest.to(tl.int32, bitcast=True), mask=user < num_users, sem="relaxed")
 
 
-@_jit
+@jit
 def _quantize_tile(
     v, tiles, descale, amax, user, slot, begin, first, length, head, v_row, v_head, num_users, num_heads,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """A block of v as operand of products over its rows: transposed, in ``quantization.KEY_ORDER``."""
-    block = _load(v + begin * v_row + head * v_head, first, length, v_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
+    block = load(v + begin * v_row + head * v_head, first, length, v_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
     if CELLS == "row":
         scale = _scale_of(tl.max(_magnitudes(block), axis=0))
         columns = tl.arange(0, DIM_BLOCK)
@@ -168,7 +162,7 @@ def _quantize_tile(
     tl.store(tiles + places, tl.trans(tl.reshape(values, (_BLOCK, DIM_BLOCK))))
 
 
-@_jit(do_not_specialize=[*_PER_BATCH, "num_cells"])
+@jit(do_not_specialize=[*PER_BATCH, "num_cells"])
 def quantize_kernel(
     q, k, v, q_out, k_out, v_out, v_tiles, q_descale, k_descale, v_descale, v_tile_descale, amax, num_cells, norms,
     schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_rows, num_heads,
@@ -182,7 +176,7 @@ def quantize_kernel(
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % num_heads
     slot = (tl.program_id(0) // PARTS // num_heads).to(tl.int64)
-    user, begin, length, tile = _find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
+    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
     first = (tile * _BLOCK).to(tl.int32)
     if first >= length:
         return
@@ -216,7 +210,7 @@ def quantize_kernel(
             )  # fmt: skip
 
 
-@_jit(do_not_specialize=["size"])
+@jit(do_not_specialize=["size"])
 def weight_scale_kernel(norms, scale, size, alpha, BLOCK: tl.constexpr):
     """scale: (size,), :func:`genrec.hstu.attention.quantization.weight_scale` of norms (2, size)."""
     cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from genrec.configs.schema import UnavailableError
-from genrec.hstu.attention import RelativeBias, hstu_attention, interface, operators, operators_fp8, tuning
-from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention import RelativeBias, hstu_attention, interface, operators, operators_fp8, triton_jit, tuning
 from genrec.hstu.attention.quantization import SCALES
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+DEVICE = "cpu" if triton_jit.INTERPRETED else "cuda"
 MODES = [mode for mode in SCALES if mode != "128x1"]
 SCALING = 50
 # (contexts, history, targets)
@@ -181,7 +180,7 @@ def test_names_of_the_same_mode(make_case):
 
 def assert_as_emulated(case, mode, *, dtype=torch.float16, tolerance=1e-3, **sizes):
     """A GPU's approximate tanh puts more P on the other side of a border between two numbers of FP8."""
-    padding, tolerance = 3, tolerance if kernels.INTERPRETED else 0.03
+    padding, tolerance = 3, tolerance if triton_jit.INTERPRETED else 0.03
     spoiled = range(case.num_tokens, case.num_tokens + padding)
     inputs = draw(case.num_tokens + padding, dtype=dtype, spoiled=spoiled, **sizes)
     got, emulated = (run(case, inputs, mode, backend=name) for name in ("triton", "pytorch"))
@@ -408,7 +407,7 @@ def test_a_relative_bias_is_refused(make_case, backend):
         attend(q, k, v, case, "per-head", backend=backend, bias=bias)
 
 
-@pytest.mark.skipif(not kernels.INTERPRETED, reason="a GPU has kernels")
+@pytest.mark.skipif(not triton_jit.INTERPRETED, reason="a GPU has kernels")
 def test_auto_says_once_that_it_emulates(make_case, caplog):
     interface._log_choice.cache_clear()
     case = make_case(((0, 3, 0),))
@@ -422,7 +421,7 @@ def test_auto_says_once_that_it_emulates(make_case, caplog):
 
 def test_a_gpu_without_fp8_is_named(monkeypatch, make_case):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(triton_jit, "INTERPRETED", False)
     q = torch.empty(3, 1, 32, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     assert operators.why_not(q, q, q) is None

@@ -8,15 +8,14 @@ import itertools
 import pytest
 import torch
 
-from genrec.hstu.attention import launch, launch_fp8
-from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention import launch, launch_fp8, triton_jit
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.quantization import BLOCK, SCALES, Places, grad_mode, quantize_batch, quantize_rows
 from genrec.hstu.attention.request import Request, block_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+DEVICE = "cpu" if triton_jit.INTERPRETED else "cuda"
 LENGTHS = (0, 1, 15, 16, 17, 127, 0, 128, 129, 300)
 PADDING = 5
 MODES = [mode for mode in SCALES if mode != "128x1"]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from genrec.configs.schema import UnavailableError
-from genrec.hstu.attention import RelativeBias, hstu_attention, interface, launch, operators, tuning
-from genrec.hstu.attention import triton as kernels
+from genrec.hstu.attention import RelativeBias, hstu_attention, interface, launch, operators, triton_jit, tuning
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.reference import reference_attention
 
@@ -19,7 +18,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read as cuBLAS st
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+DEVICE = "cpu" if triton_jit.INTERPRETED else "cuda"
 # (contexts, history, targets): lengths 0, 1, 15, 16, 17 and 33 where float32 has tiles of 16, then users of contexts or
 # targets alone.
 USERS = ((2, 11, 4), (0, 0, 0), (0, 1, 0), (1, 10, 4), (0, 16, 0), (3, 19, 11), (0, 0, 5), (3, 0, 0))
@@ -317,9 +316,9 @@ def test_torch_export_sees_one_operator(make_case):
     ],
 )
 def test_what_it_cannot_serve(monkeypatch, changes, message):
-    monkeypatch.setattr(kernels, "INTERPRETED", bool(changes))
+    monkeypatch.setattr(triton_jit, "INTERPRETED", bool(changes))
     if "triton" in changes:
-        monkeypatch.setattr(kernels, "triton", None)
+        monkeypatch.setattr(triton_jit, "triton", None)
     q = torch.ones(3, 1, changes.get("width", 8), dtype=changes.get("dtype", torch.float32))
     kwargs = {"offsets": torch.tensor([0, 3]), "max_seqlen": 3, "scaling_seqlen": 3}
     with pytest.raises(UnavailableError, match=rf"kernel_backend 'triton'.*{message}.*'auto' and 'pytorch' can"):

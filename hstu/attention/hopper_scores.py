@@ -1,0 +1,55 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: ANN001, ANN201
+"""What scores go through in the Gluon kernels of backward: descales, SiLU and its derivative."""
+
+from __future__ import annotations
+
+from genrec.hstu.attention.triton_jit import gl, gluon_jit
+from genrec.hstu.attention.triton_schedule import FP8_BLOCK, find_first_slot
+
+
+@gluon_jit
+def silu(half):
+    """SiLU(2 h) and twice its derivative there, of h: h (1 + t) and 1 + t + h (1 + t) (1 - t), with t = tanh h.
+
+    Where h is huge and t is 1, the last term is 0: nothing that large is added up, and no 1 is lost.
+    """
+    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=gl.float32, is_pure=True, pack=1)
+    value = gl.fma(half, t, half)
+    return value, gl.fma(value, 1.0 - t, 1.0 + t)
+
+
+@gluon_jit
+def load_descales(
+    descales, user, head, num_heads, begin, schedule, num_users, first, end,
+    SIZE: gl.constexpr, SCALES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Of rows from ``first`` on: (SIZE,), or one number for all of them; 1 where :func:`load_user_descale` has it."""
+    factor = 1.0
+    if SCALES == "block":
+        slot = find_first_slot(user, schedule, num_users) + first // FP8_BLOCK
+        factor = gl.load(descales + slot * num_heads + head)
+    if SCALES == "row":
+        rows = gl.minimum(first + gl.arange(0, SIZE, layout), end - 1)
+        factor = gl.load(descales + (begin * num_heads + head) + rows * num_heads)
+    return factor
+
+
+@gluon_jit
+def load_user_descale(first, second, user, head, num_heads, SCALES: gl.constexpr):
+    """The product of two descales of a user and head; 1 where :func:`load_descales` has them."""
+    factor = 1.0
+    if SCALES == "user":
+        place = user * num_heads + head
+        factor = gl.load(first + place) * gl.load(second + place)
+    return factor
+
+
+@gluon_jit
+def scaled(scores, down, across, SCALES: gl.constexpr):
+    """Scores times the descales of their two sides."""
+    if SCALES == "row":
+        scores = scores * down[:, None] * across[None, :]
+    else:
+        scores = scores * (down * across)
+    return scores

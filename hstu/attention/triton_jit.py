@@ -1,0 +1,62 @@
+"""Triton and Gluon, where they are installed: the one file of attention that imports them, and the kernels' decorators.
+
+Without them all names are None, decorators return functions as they are, and asking for kernels says what is missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import triton as triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
+except ModuleNotFoundError:
+    triton = tl = TensorDescriptor = None
+
+try:
+    from triton.experimental import gluon as gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_init,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+except ImportError:  # No Triton, or one without Gluon: the Triton kernels serve.
+    gluon = gl = GluonDescriptor = fence_async_shared = mbarrier = tma = None
+    warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
+
+__all__ = [
+    "triton", "tl", "TensorDescriptor",
+    "gluon", "gl", "GluonDescriptor", "fence_async_shared", "mbarrier", "tma",
+    "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "INTERPRETED", "PER_BATCH", "constexpr", "jit", "gluon_jit",
+]  # fmt: skip
+
+# Triton's own switch for running kernels on the CPU, read as the kernels are defined.
+INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
+# Values that change from batch to batch: no new compilation for one that divides by 16, or is 1.
+PER_BATCH = ["num_users", "num_rows", "window", "group_size", "num_positions", "num_buckets"]
+
+
+def constexpr(value: Any) -> Any:
+    """A constant of a module that kernels may read."""
+    return value if triton is None else tl.constexpr(value)
+
+
+def jit(kernel: Any = None, **options: Any) -> Any:
+    """``triton.jit``; the function as it is without Triton."""
+    if kernel is None:
+        return lambda function: jit(function, **options)
+    return kernel if triton is None else triton.jit(kernel, **options)
+
+
+def gluon_jit(kernel: Any = None, **options: Any) -> Any:
+    """``gluon.jit``; the function as it is without Gluon, and in Triton's interpreter, which has no Gluon."""
+    if kernel is None:
+        return lambda function: gluon_jit(function, **options)
+    return kernel if gluon is None or INTERPRETED else gluon.jit(kernel, **options)

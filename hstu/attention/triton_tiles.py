@@ -1,0 +1,76 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: ANN001, ANN201, RET505
+"""Loads and stores of tiles, plain and by TMA, and of FP8 tiles with their descales."""
+
+from __future__ import annotations
+
+from genrec.hstu.attention.triton_jit import jit, tl
+from genrec.hstu.attention.triton_schedule import FP8_BLOCK
+
+
+@jit
+def load(base, first, end, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
+    """(ROWS, BLOCK) from row ``first`` on; zeros from row ``end`` on (if BOUNDED) and beyond DIM."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK)
+    pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    if BOUNDED and DIM < BLOCK:
+        return tl.load(pointers, mask=(first + rows < end)[:, None] & (dims < DIM)[None, :], other=0.0)
+    if BOUNDED:
+        return tl.load(pointers, mask=(first + rows < end)[:, None], other=0.0)
+    if DIM < BLOCK:
+        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@jit
+def load_full(descriptor, base, begin, first, head, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """(ROWS, BLOCK) from row ``first`` of the user on, all of them its own; by TMA if there is a descriptor."""
+    if descriptor is not None:
+        return descriptor.load([(begin + first).to(tl.int32), head * DIM])
+    return load(base, first, first, stride, ROWS, DIM, BLOCK, False)
+
+
+@jit
+def store(values, base, first, end, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Write (ROWS, BLOCK) from row ``first`` on, but for rows from ``end`` on and columns beyond DIM."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK)
+    pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    mask = (first + rows < end)[:, None]
+    if DIM < BLOCK:
+        mask = mask & (dims < DIM)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@jit
+def load_descales(
+    descales, user, head, num_heads, begin, first_slot, first, end, SIZE: tl.constexpr, SCALES: tl.constexpr
+):
+    """Of rows from ``first`` on: (SIZE,), or one number for all."""
+    if SCALES == "user":
+        return tl.load(descales + user * num_heads + head)
+    else:
+        rows = first + tl.arange(0, SIZE)
+        index = first_slot + rows // FP8_BLOCK if SCALES == "block" else begin + rows
+        return tl.load(descales + index * num_heads + head, mask=rows < end, other=1.0)
+
+
+@jit
+def outer(a, b, SCALES: tl.constexpr):
+    """What each score of a tile is multiplied with, from descales of its two sides."""
+    if SCALES == "user":
+        return a * b
+    else:
+        return a[:, None] * b[None, :]
+
+
+@jit
+def load_fp8(
+    values, descales, user, head, num_heads, begin, first_slot, first, end,
+    SIZE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``first`` on of (T, H, DIM), and their descales."""
+    values += (begin * num_heads + head) * DIM
+    tile = load(values, first, end, num_heads * DIM, SIZE, DIM, DIM, True)
+    return tile, load_descales(descales, user, head, num_heads, begin, first_slot, first, end, SIZE, SCALES)
