@@ -134,7 +134,7 @@ def _launch_backward(
     """inputs: q, k, v and the output's gradient; parts: where those of v, q and k go; of blocks' widths all."""
     q, k, v, grad_output = inputs
     dv, dq, dk = parts
-    num_heads, qk_dim = q.shape[1:]
+    qk_dim = q.shape[2]
     scored = () if fp8 is None else (fp8.q, fp8.k, fp8.v, fp8.grad)
     of_scores = [x.values for x in scored] + [x.descale for x in scored] if scored else [None] * 8
     scales = "none" if fp8 is None else fp8.scales
@@ -144,10 +144,12 @@ def _launch_backward(
     batch = (*request.pointers(), *strides(q, k, v, grad_output), dq.stride(0), *_scalars(q, request))
     is_fused = tiles.fused and request.bias is None
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if is_fused else None
+    dq_sum_tiles = None if dq_sum is None else _descriptor(dq_sum, tiles.key_grad.rows)
+    assert dq_sum is None or dq_sum_tiles is not None, "fresh rows of 32 float32 and more suit TMA"
     key_grad_kernel[request.grid(q, tiles.key_grad.keys)](
         *(q, k, v, grad_output, *of_scores, dk, dv),
         *_descriptors(q, grad_output, tiles.key_grad.rows, tiles),
-        *(dq_sum, None if dq_sum is None else _descriptor(dq_sum, tiles.key_grad.rows), num_heads * qk_dim),
+        dq_sum_tiles,
         schedule,
         *batch,
         **_constants(request, qk_dim, v.shape[2], tiles.key_grad, tiles.tanh, scales),
@@ -180,8 +182,6 @@ def _constants(
     return {
         "QK_DIM": qk_dim,
         "V_DIM": v_dim,
-        "QK_BLOCK": qk_dim,
-        "V_BLOCK": v_dim,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         **request.mask_constants(),

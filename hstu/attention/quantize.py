@@ -11,13 +11,24 @@ from __future__ import annotations
 from genrec.hstu.attention import quantization
 from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, tl
 from genrec.hstu.attention.triton_schedule import find_tile
-from genrec.hstu.attention.triton_tiles import load
 from genrec.hstu.precision.formats import E4M3
 
 _BLOCK = constexpr(quantization.BLOCK)
 _MAX = constexpr(E4M3.max)
 _MAX_SCALE = constexpr(quantization.MAX_SCALE)
 _MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
+
+
+@jit
+def _load_block(x, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """(128, DIM_BLOCK) in float32 from row ``first`` on; zeros from row ``end`` on and beyond DIM."""
+    rows = tl.arange(0, _BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
+    mask = (first + rows < end)[:, None]
+    if DIM < DIM_BLOCK:
+        mask = mask & (dims < DIM)[None, :]
+    pointers = x + tl.cast(first, tl.int64) * x_row + (rows[:, None] * x_row + dims[None, :])
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
@@ -55,7 +66,7 @@ def _cell(user, head, num_heads, CELLS: tl.constexpr):
 
 @jit
 def _add_amax(x, amax, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    block = load(x, first, end, x_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
+    block = _load_block(x, first, end, x_row, DIM, DIM_BLOCK)
     largest = tl.max(tl.max(_magnitudes(block), axis=1), axis=0)
     # Of numbers that are not negative the order is that of their bits.
     tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
@@ -125,7 +136,7 @@ def _quantize_rows(
 ):  # fmt: skip
     """A block as operand of products over its columns; norm: the cell with the bits of the longest row's norm."""
     x += begin * x_row + head * x_head
-    block = load(x, first, length, x_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
+    block = _load_block(x, first, length, x_row, DIM, DIM_BLOCK)
     if user == num_users:
         block = tl.zeros_like(block)
     scale = _scale_of_block(_magnitudes(block), amax, CELLS)
@@ -146,7 +157,7 @@ def _quantize_tile(
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """A block of v as operand of products over its rows: transposed, in ``quantization.KEY_ORDER``."""
-    block = load(v + begin * v_row + head * v_head, first, length, v_row, _BLOCK, DIM, DIM_BLOCK, True).to(tl.float32)
+    block = _load_block(v + begin * v_row + head * v_head, first, length, v_row, DIM, DIM_BLOCK)
     if CELLS == "row":
         scale = _scale_of(tl.max(_magnitudes(block), axis=0))
         columns = tl.arange(0, DIM_BLOCK)

@@ -43,8 +43,8 @@ def forward_kernel(
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
     num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -61,9 +61,9 @@ def forward_kernel(
         return
     first = (num_tiles - 1 - tile) * ROWS  # A user's last rows have the most keys: they start first.
     out += begin * out_row + head * out_head
-    output = tl.full((ROWS, V_BLOCK), 0.0, tl.float32)
+    output = tl.full((ROWS, V_DIM), 0.0, tl.float32)
     if user == num_users:
-        store(output, out, first, length, out_row, ROWS, V_DIM, V_BLOCK)
+        store(output, out, first, length, out_row, ROWS, V_DIM)
         return
     q += begin * q_row + head * q_head
     k += begin * k_row + head * k_head
@@ -74,7 +74,7 @@ def forward_kernel(
     full, num_full, a, a_end, b, b_end, c, c_end, d, d_end = key_spans(
         first, last, length, history_end, contexts, window, group_size, KEYS, CAUSAL, CONTEXTS, TARGETS, WINDOW
     )
-    query = load(q, first, length, q_row, ROWS, QK_DIM, QK_BLOCK, True)
+    query = load(q, first, length, q_row, ROWS, QK_DIM, True)
     rows = first + tl.arange(0, ROWS)[:, None]
     if BIAS:
         key_times += begin
@@ -96,7 +96,7 @@ def forward_kernel(
             score_scale = outer(row_scale, key_scale, SCALES)
         else:
             score_scale = half_alpha
-        key = load(k, start, end, k_row, KEYS, QK_DIM, QK_BLOCK, True)
+        key = load(k, start, end, k_row, KEYS, QK_DIM, True)
         half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
         keys = start + tl.arange(0, KEYS)[None, :]
         if BIAS:
@@ -107,10 +107,10 @@ def forward_kernel(
         weights = tl.where(seen & (keys < end), half * one_plus_tanh(half, TANH), 0.0)
         if SCALES != "none":
             output = _add_fp8_values(
-                weights * factor, output, v, v_descale, first_slot, head, num_heads, start, ROWS, KEYS, V_BLOCK, SCALES
+                weights * factor, output, v, v_descale, first_slot, head, num_heads, start, ROWS, KEYS, V_DIM, SCALES
             )
         else:
-            value = load(v, start, end, v_row, KEYS, V_DIM, V_BLOCK, True)
+            value = load(v, start, end, v_row, KEYS, V_DIM, True)
             output = tl.dot(weights.to(value.dtype), value, output, input_precision=PRECISION)
     for i in range(num_full):
         start = full + i * KEYS
@@ -119,7 +119,7 @@ def forward_kernel(
             score_scale = outer(row_scale, key_scale, SCALES)
         else:
             score_scale = half_alpha
-        key = load_full(key_tiles, k, begin, start, head, k_row, KEYS, QK_DIM, QK_BLOCK)
+        key = load_full(key_tiles, k, begin, start, head, k_row, KEYS, QK_DIM)
         half = tl.dot(query, tl.trans(key), input_precision=PRECISION) * score_scale
         if BIAS:
             keys = start + tl.arange(0, KEYS)[None, :]
@@ -129,13 +129,13 @@ def forward_kernel(
         weights = half * one_plus_tanh(half, TANH)
         if SCALES != "none":
             output = _add_fp8_values(
-                weights * factor, output, v, v_descale, first_slot, head, num_heads, start, ROWS, KEYS, V_BLOCK, SCALES
+                weights * factor, output, v, v_descale, first_slot, head, num_heads, start, ROWS, KEYS, V_DIM, SCALES
             )
         else:
-            value = load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM, V_BLOCK)
+            value = load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM)
             output = tl.dot(weights.to(value.dtype), value, output, input_precision=PRECISION)
     if SCALES != "none":
         inverse_seqlen /= factor
     if SCALES == "user":
         inverse_seqlen *= tl.load(v_descale + user * num_heads + head)
-    store(output * inverse_seqlen, out, first, length, out_row, ROWS, V_DIM, V_BLOCK)
+    store(output * inverse_seqlen, out, first, length, out_row, ROWS, V_DIM)

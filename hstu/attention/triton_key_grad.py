@@ -43,38 +43,33 @@ def _key_grad_step(
 
 @jit
 def _add_query_grad(
-    grad_scores, key, begin, start, end, head, dq_sum, dq_sum_tiles, dq_sum_row,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    grad_scores, key, begin, start, end, head, dq_sum_tiles,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what a tile of keys gives rows start..end to the sums that all tiles share."""
     share = tl.dot(tl.trans(grad_scores), key, input_precision=PRECISION)
     rows = start + tl.arange(0, ROWS)[:, None]
     # A whole tile is added, beyond the user's end too: whatever its keys hold, nothing may reach the next user.
     share = tl.where(rows < end, share, 0.0)
-    if dq_sum_tiles is not None:
-        dq_sum_tiles.atomic_add([(begin + start).to(tl.int32), head * DIM], share)
-    else:
-        dims = tl.arange(0, BLOCK)[None, :]
-        pointers = dq_sum + (begin + rows) * dq_sum_row + head * DIM + dims
-        tl.atomic_add(pointers, share, mask=(rows < end) & (dims < DIM), sem="relaxed")
+    dq_sum_tiles.atomic_add([(begin + start).to(tl.int32), head * DIM], share)
 
 
 @jit(do_not_specialize=PER_BATCH)
 def key_grad_kernel(
     q, k, v, grad_out, q_fp8, k_fp8, v_fp8, grad_fp8, q_descale, k_descale, v_descale, grad_descale,
-    dk, dv, query_tiles, grad_tiles, dq_sum, dq_sum_tiles, dq_sum_row,
+    dk, dv, query_tiles, grad_tiles, dq_sum_tiles,
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, grad_row,
     num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and their values, over all rows that see them.
 
-    Given ``dq_sum``, float32, also adds what they give to the gradients of those rows' queries, without their factor.
-    ``x_fp8``, ``x_descale``: None but in FP8, where S and dP are made of them.
+    Given ``dq_sum_tiles``, a TMA descriptor of float32 (T, H * QK_DIM), also adds what they give to the gradients of
+    those rows' queries, without their factor. ``x_fp8``, ``x_descale``: None but in FP8, where they make S and dP.
     """
     head = tl.program_id(0) % num_heads
     slot = tl.program_id(0) // num_heads
@@ -84,11 +79,11 @@ def key_grad_kernel(
         return
     dk += begin * grad_row + head * QK_DIM
     dv += begin * grad_row + head * V_DIM
-    grad_key = tl.full((KEYS, QK_BLOCK), 0.0, tl.float32)
-    grad_value = tl.full((KEYS, V_BLOCK), 0.0, tl.float32)
+    grad_key = tl.full((KEYS, QK_DIM), 0.0, tl.float32)
+    grad_value = tl.full((KEYS, V_DIM), 0.0, tl.float32)
     if user == num_users:
-        store(grad_key, dk, first, length, grad_row, KEYS, QK_DIM, QK_BLOCK)
-        store(grad_value, dv, first, length, grad_row, KEYS, V_DIM, V_BLOCK)
+        store(grad_key, dk, first, length, grad_row, KEYS, QK_DIM)
+        store(grad_value, dv, first, length, grad_row, KEYS, V_DIM)
         return
     q += begin * q_row + head * q_head
     k += begin * k_row + head * k_head
@@ -99,18 +94,18 @@ def key_grad_kernel(
     full, num_full, a, a_end, b, b_end, c, c_end, d, d_end = row_spans(
         first, last, length, history_end, contexts, window, group_size, ROWS, CAUSAL, CONTEXTS, TARGETS, WINDOW
     )
-    if SCALES == "none" or dq_sum is not None:
-        key = load(k, first, length, k_row, KEYS, QK_DIM, QK_BLOCK, True)
+    if SCALES == "none" or dq_sum_tiles is not None:
+        key = load(k, first, length, k_row, KEYS, QK_DIM, True)
     if SCALES == "none":
         score_key = key
-        score_value = load(v, first, length, v_row, KEYS, V_DIM, V_BLOCK, True)
+        score_value = load(v, first, length, v_row, KEYS, V_DIM, True)
     else:
         first_slot = find_first_slot(user, schedule, num_users)
         score_key, key_scale = load_fp8(
-            k_fp8, k_descale, user, head, num_heads, begin, first_slot, first, length, KEYS, QK_BLOCK, SCALES
+            k_fp8, k_descale, user, head, num_heads, begin, first_slot, first, length, KEYS, QK_DIM, SCALES
         )
         score_value, value_scale = load_fp8(
-            v_fp8, v_descale, user, head, num_heads, begin, first_slot, first, length, KEYS, V_BLOCK, SCALES
+            v_fp8, v_descale, user, head, num_heads, begin, first_slot, first, length, KEYS, V_DIM, SCALES
         )
         key_scale *= half_alpha
     keys = first + tl.arange(0, KEYS)[:, None]
@@ -119,15 +114,15 @@ def key_grad_kernel(
         times = load_times(key_times + begin, first, length, KEYS)[:, None]
     for i in range(count_masked(a, a_end, b, b_end, c, c_end, d, d_end, ROWS)):
         start, end = masked_tile(i, a, a_end, b, b_end, c, c_end, d, d_end, ROWS)
-        query = load(q, start, end, q_row, ROWS, QK_DIM, QK_BLOCK, True)
-        grad = load(grad_out, start, end, out_row, ROWS, V_DIM, V_BLOCK, True)
+        query = load(q, start, end, q_row, ROWS, QK_DIM, True)
+        grad = load(grad_out, start, end, out_row, ROWS, V_DIM, True)
         score_query, score_grad, score_scale, grad_scale = query, grad, half_alpha, None
         if SCALES != "none":
             score_query, query_scale = load_fp8(
-                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, QK_BLOCK, SCALES
+                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, QK_DIM, SCALES
             )
             score_grad, row_scale = load_fp8(
-                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, V_BLOCK, SCALES
+                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, V_DIM, SCALES
             )
             score_scale = outer(key_scale, query_scale, SCALES)
             grad_scale = outer(value_scale, row_scale, SCALES)
@@ -144,22 +139,19 @@ def key_grad_kernel(
             score_key, score_value, score_query, score_grad, query, grad, grad_key, grad_value, seen, half_bias,
             score_scale, grad_scale, TANH, PRECISION,
         )  # fmt: skip
-        if dq_sum is not None:
-            _add_query_grad(
-                grad_scores, key, begin, start, end, head, dq_sum, dq_sum_tiles, dq_sum_row,
-                ROWS, QK_DIM, QK_BLOCK, PRECISION,
-            )  # fmt: skip
+        if dq_sum_tiles is not None:
+            _add_query_grad(grad_scores, key, begin, start, end, head, dq_sum_tiles, ROWS, QK_DIM, PRECISION)
     for i in range(num_full):
         start = full + i * ROWS
-        query = load_full(query_tiles, q, begin, start, head, q_row, ROWS, QK_DIM, QK_BLOCK)
-        grad = load_full(grad_tiles, grad_out, begin, start, head, out_row, ROWS, V_DIM, V_BLOCK)
+        query = load_full(query_tiles, q, begin, start, head, q_row, ROWS, QK_DIM)
+        grad = load_full(grad_tiles, grad_out, begin, start, head, out_row, ROWS, V_DIM)
         score_query, score_grad, score_scale, grad_scale = query, grad, half_alpha, None
         if SCALES != "none":
             score_query, query_scale = load_fp8(
-                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, QK_BLOCK, SCALES
+                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, QK_DIM, SCALES
             )
             score_grad, row_scale = load_fp8(
-                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, V_BLOCK, SCALES
+                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, V_DIM, SCALES
             )
             score_scale = outer(key_scale, query_scale, SCALES)
             grad_scale = outer(value_scale, row_scale, SCALES)
@@ -174,10 +166,7 @@ def key_grad_kernel(
             score_key, score_value, score_query, score_grad, query, grad, grad_key, grad_value, None, half_bias,
             score_scale, grad_scale, TANH, PRECISION,
         )  # fmt: skip
-        if dq_sum is not None:
-            _add_query_grad(
-                grad_scores, key, begin, start, start + ROWS, head, dq_sum, dq_sum_tiles, dq_sum_row,
-                ROWS, QK_DIM, QK_BLOCK, PRECISION,
-            )  # fmt: skip
-    store(grad_key * (half_alpha * inverse_seqlen), dk, first, length, grad_row, KEYS, QK_DIM, QK_BLOCK)
-    store(grad_value * inverse_seqlen, dv, first, length, grad_row, KEYS, V_DIM, V_BLOCK)
+        if dq_sum_tiles is not None:
+            _add_query_grad(grad_scores, key, begin, start, start + ROWS, head, dq_sum_tiles, ROWS, QK_DIM, PRECISION)
+    store(grad_key * (half_alpha * inverse_seqlen), dk, first, length, grad_row, KEYS, QK_DIM)
+    store(grad_value * inverse_seqlen, dv, first, length, grad_row, KEYS, V_DIM)

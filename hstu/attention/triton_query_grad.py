@@ -43,8 +43,8 @@ def query_grad_kernel(
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, grad_row,
     num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
     SCALES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +57,9 @@ def query_grad_kernel(
         return
     first = (num_tiles - 1 - tile) * ROWS
     dq += begin * grad_row + head * QK_DIM
-    grad_query = tl.full((ROWS, QK_BLOCK), 0.0, tl.float32)
+    grad_query = tl.full((ROWS, QK_DIM), 0.0, tl.float32)
     if user == num_users:
-        store(grad_query, dq, first, length, grad_row, ROWS, QK_DIM, QK_BLOCK)
+        store(grad_query, dq, first, length, grad_row, ROWS, QK_DIM)
         return
     q += begin * q_row + head * q_head
     k += begin * k_row + head * k_head
@@ -71,15 +71,15 @@ def query_grad_kernel(
         first, last, length, history_end, contexts, window, group_size, KEYS, CAUSAL, CONTEXTS, TARGETS, WINDOW
     )
     if SCALES == "none":
-        query = load(q, first, length, q_row, ROWS, QK_DIM, QK_BLOCK, True)
-        grad = load(grad_out, first, length, out_row, ROWS, V_DIM, V_BLOCK, True)
+        query = load(q, first, length, q_row, ROWS, QK_DIM, True)
+        grad = load(grad_out, first, length, out_row, ROWS, V_DIM, True)
     else:
         first_slot = find_first_slot(user, schedule, num_users)
         query, query_scale = load_fp8(
-            q_fp8, q_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, QK_BLOCK, SCALES
+            q_fp8, q_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, QK_DIM, SCALES
         )
         grad, row_scale = load_fp8(
-            grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, V_BLOCK, SCALES
+            grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, first, length, ROWS, V_DIM, SCALES
         )
         query_scale *= half_alpha
     rows = first + tl.arange(0, ROWS)[:, None]
@@ -90,16 +90,16 @@ def query_grad_kernel(
         time_grad += (slot % SUMS) * num_buckets
     for i in range(count_masked(a, a_end, b, b_end, c, c_end, d, d_end, KEYS)):
         start, end = masked_tile(i, a, a_end, b, b_end, c, c_end, d, d_end, KEYS)
-        key = load(k, start, end, k_row, KEYS, QK_DIM, QK_BLOCK, True)
+        key = load(k, start, end, k_row, KEYS, QK_DIM, True)
         if SCALES == "none":
             score_key, score_scale, grad_scale = key, half_alpha, None
-            value = load(v, start, end, v_row, KEYS, V_DIM, V_BLOCK, True)
+            value = load(v, start, end, v_row, KEYS, V_DIM, True)
         else:
             score_key, key_scale = load_fp8(
-                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, QK_BLOCK, SCALES
+                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, QK_DIM, SCALES
             )
             value, value_scale = load_fp8(
-                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, V_BLOCK, SCALES
+                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, V_DIM, SCALES
             )
             score_scale = outer(query_scale, key_scale, SCALES)
             grad_scale = outer(row_scale, value_scale, SCALES)
@@ -121,16 +121,16 @@ def query_grad_kernel(
             tl.atomic_add(time_grad + bucket, grad_scores, mask=seen & (rows < length), sem="relaxed")
     for i in range(num_full):
         start = full + i * KEYS
-        key = load_full(key_tiles, k, begin, start, head, k_row, KEYS, QK_DIM, QK_BLOCK)
+        key = load_full(key_tiles, k, begin, start, head, k_row, KEYS, QK_DIM)
         if SCALES == "none":
             score_key, score_scale, grad_scale = key, half_alpha, None
-            value = load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM, V_BLOCK)
+            value = load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM)
         else:
             score_key, key_scale = load_fp8(
-                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, QK_BLOCK, SCALES
+                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, QK_DIM, SCALES
             )
             value, value_scale = load_fp8(
-                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, V_BLOCK, SCALES
+                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, V_DIM, SCALES
             )
             score_scale = outer(query_scale, key_scale, SCALES)
             grad_scale = outer(row_scale, value_scale, SCALES)
@@ -149,4 +149,4 @@ def query_grad_kernel(
             seen = (rows < length) & (keys < length)
             tl.atomic_add(position_grad + place, grad_scores, mask=seen, sem="relaxed")
             tl.atomic_add(time_grad + bucket, grad_scores, mask=seen, sem="relaxed")
-    store(grad_query * (half_alpha * inverse_seqlen), dq, first, length, grad_row, ROWS, QK_DIM, QK_BLOCK)
+    store(grad_query * (half_alpha * inverse_seqlen), dq, first, length, grad_row, ROWS, QK_DIM)

@@ -9,38 +9,31 @@ from genrec.hstu.attention.triton_schedule import FP8_BLOCK
 
 
 @jit
-def load(base, first, end, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
-    """(ROWS, BLOCK) from row ``first`` on; zeros from row ``end`` on (if BOUNDED) and beyond DIM."""
+def load(base, first, end, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+    """(ROWS, DIM) from row ``first`` on; zeros from row ``end`` on (if BOUNDED)."""
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM)
     pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    if BOUNDED and DIM < BLOCK:
-        return tl.load(pointers, mask=(first + rows < end)[:, None] & (dims < DIM)[None, :], other=0.0)
     if BOUNDED:
         return tl.load(pointers, mask=(first + rows < end)[:, None], other=0.0)
-    if DIM < BLOCK:
-        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
     return tl.load(pointers)
 
 
 @jit
-def load_full(descriptor, base, begin, first, head, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """(ROWS, BLOCK) from row ``first`` of the user on, all of them its own; by TMA if there is a descriptor."""
+def load_full(descriptor, base, begin, first, head, stride, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """(ROWS, DIM) from row ``first`` of the user on, all of them its own; by TMA if there is a descriptor."""
     if descriptor is not None:
         return descriptor.load([(begin + first).to(tl.int32), head * DIM])
-    return load(base, first, first, stride, ROWS, DIM, BLOCK, False)
+    return load(base, first, first, stride, ROWS, DIM, False)
 
 
 @jit
-def store(values, base, first, end, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Write (ROWS, BLOCK) from row ``first`` on, but for rows from ``end`` on and columns beyond DIM."""
+def store(values, base, first, end, stride, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Write (ROWS, DIM) from row ``first`` on, but for rows from ``end`` on."""
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM)
     pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
-    mask = (first + rows < end)[:, None]
-    if DIM < BLOCK:
-        mask = mask & (dims < DIM)[None, :]
-    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=(first + rows < end)[:, None])
 
 
 @jit
@@ -72,5 +65,5 @@ def load_fp8(
 ):  # fmt: skip
     """Rows from ``first`` on of (T, H, DIM), and their descales."""
     values += (begin * num_heads + head) * DIM
-    tile = load(values, first, end, num_heads * DIM, SIZE, DIM, DIM, True)
+    tile = load(values, first, end, num_heads * DIM, SIZE, DIM, True)
     return tile, load_descales(descales, user, head, num_heads, begin, first_slot, first, end, SIZE, SCALES)
