@@ -4,7 +4,14 @@
 
 from __future__ import annotations
 
-from genrec.hstu.attention.hopper_scores import load_descales, load_user_descale, scaled, silu
+from genrec.hstu.attention.hopper_scores import (
+    grad_of_scores,
+    load_descales,
+    load_user_descale,
+    scaled,
+    silu,
+    visible_rows,
+)
 from genrec.hstu.attention.hopper_tiles import changing_zero, find_tile, make_barriers, store, tile_span, zero_from
 from genrec.hstu.attention.triton_jit import (
     PER_BATCH,
@@ -17,7 +24,7 @@ from genrec.hstu.attention.triton_jit import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked_tile, row_spans, user_parts, visible
+from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked_tile, row_spans, user_parts
 
 
 @gluon_jit
@@ -58,23 +65,10 @@ def _key_grad_step(
     )  # fmt: skip
     p, slope = silu(scaled(s, k_scale, q_scale, SCALES))
     if MASKED:
-        keys = first + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-        rows = start + gl.arange(0, ROWS, gl.SliceLayout(0, s_layout))
-        seen = (
-            visible(
-                rows[None, :],
-                keys[:, None],
-                history_end,
-                contexts,
-                window,
-                group_size,
-                CAUSAL,
-                CONTEXTS,
-                TARGETS,
-                WINDOW,
-            )
-            & (rows < end)[None, :]
-        )
+        seen = visible_rows(
+            first, start, end, history_end, contexts, window, group_size,
+            ROWS, KEYS, CAUSAL, CONTEXTS, TARGETS, WINDOW, s_layout,
+        )  # fmt: skip
         p = gl.where(seen, p, 0.0)
         slope = gl.where(seen, slope, 0.0)
     g_scale = load_descales(
@@ -83,11 +77,7 @@ def _key_grad_step(
     )  # fmt: skip
     dv = warpgroup_mma(gl.convert_layout(p.to(g_smem.dtype), a_layout), g_smem.index(slot), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = dp * slope
-    if SCALES != "none":
-        ds = scaled(ds, v_scale, g_scale, SCALES)
-    if MASKED:  # Beyond the user's end, where the slope is zero, dP may be anything.
-        ds = gl.where(slope == 0.0, 0.0, ds)
+    ds = grad_of_scores(dp, slope, v_scale, g_scale, SCALES, MASKED)
     dk = warpgroup_mma(gl.convert_layout(ds.to(q_smem.dtype), a_layout), q_smem.index(slot), dk, is_async=True)
     return dk, dv
 

@@ -8,7 +8,14 @@ and hands SiLU'(S) to the other, which computes dP = V dO^T, dS and dK = dS^T Q;
 
 from __future__ import annotations
 
-from genrec.hstu.attention.hopper_scores import load_descales, load_user_descale, scaled, silu
+from genrec.hstu.attention.hopper_scores import (
+    grad_of_scores,
+    load_descales,
+    load_user_descale,
+    scaled,
+    silu,
+    visible_rows,
+)
 from genrec.hstu.attention.hopper_tiles import (
     changing_zero,
     fetch,
@@ -29,7 +36,7 @@ from genrec.hstu.attention.triton_jit import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked_tile, row_spans, user_parts, visible
+from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked_tile, row_spans, user_parts
 
 
 @gluon_jit
@@ -74,23 +81,10 @@ def _value_step(
     has_next = i + 1 < num_tiles
     p, slope = silu(scaled(s, k_scale, q_scale, SCALES))
     if MASKED:
-        keys = first + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-        rows = start + gl.arange(0, ROWS, gl.SliceLayout(0, s_layout))
-        seen = (
-            visible(
-                rows[None, :],
-                keys[:, None],
-                history_end,
-                contexts,
-                window,
-                group_size,
-                CAUSAL,
-                CONTEXTS,
-                TARGETS,
-                WINDOW,
-            )
-            & (rows < end)[None, :]
-        )
+        seen = visible_rows(
+            first, start, end, history_end, contexts, window, group_size,
+            ROWS, KEYS, CAUSAL, CONTEXTS, TARGETS, WINDOW, s_layout,
+        )  # fmt: skip
         p = gl.where(seen, p, 0.0)
         slope = gl.where(seen, slope, 0.0)
     buffer = i % 2
@@ -188,11 +182,7 @@ def _key_step(
     slope = slope_smem.index(buffer).load(s_layout).to(gl.float32)
     gl.thread_barrier()
     mbarrier.arrive(slope_empty.index(buffer), count=1)
-    ds = dp * slope
-    if SCALES != "none":
-        ds = scaled(ds, v_scale, g_scale, SCALES)
-    if MASKED:  # Beyond the user's end, where the slope is zero, dP may be anything.
-        ds = gl.where(slope == 0.0, 0.0, ds)
+    ds = grad_of_scores(dp, slope, v_scale, g_scale, SCALES, MASKED)
     ds = gl.convert_layout(ds.to(q_smem.dtype), a_layout)
     mbarrier.wait(q_full.index(slot), (i // STAGES) & 1)
     if MASKED:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from genrec.hstu.attention.hopper_scores import load_descales, load_user_descale, scaled, silu
+from genrec.hstu.attention.hopper_scores import grad_of_scores, load_descales, load_user_descale, scaled, silu
 from genrec.hstu.attention.hopper_tiles import (
     fetch,
     find_tile,
@@ -72,21 +72,10 @@ def _query_grad_step(
     if MASKED:
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
-        seen = (
-            visible(
-                rows[:, None],
-                keys[None, :],
-                history_end,
-                contexts,
-                window,
-                group_size,
-                CAUSAL,
-                CONTEXTS,
-                TARGETS,
-                WINDOW,
-            )
-            & (keys < end)[None, :]
+        seen = visible(
+            rows[:, None], keys[None, :], history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW
         )
+        seen = seen & (keys < end)[None, :]
         slope = gl.where(seen, slope, 0.0)
     v_scale = load_descales(
         v_descale, user, head, num_heads, begin, schedule, num_users, start, length,
@@ -95,11 +84,7 @@ def _query_grad_step(
     dp = warpgroup_mma_wait(0, deps=[dp])
     gl.thread_barrier()
     fetch(v_tiles, v_full.index(value_slot), v_smem.index(value_slot), v_row, column, i + VALUE_STAGES < num_tiles)
-    ds = dp * slope
-    if SCALES != "none":
-        ds = scaled(ds, g_scale, v_scale, SCALES)
-    if MASKED:  # Beyond the user's end, where the slope is zero, dP may be anything.
-        ds = gl.where(slope == 0.0, 0.0, ds)
+    ds = grad_of_scores(dp, slope, g_scale, v_scale, SCALES, MASKED)
     return warpgroup_mma(gl.convert_layout(ds.to(k_smem.dtype), a_layout), k_smem.index(slot), dq, is_async=True)
 
 

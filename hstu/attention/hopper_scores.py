@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN201
-"""What scores go through in the Gluon kernels of backward: descales, SiLU and its derivative."""
+"""What scores go through in the Gluon kernels of backward: descales, SiLU and its derivative, the mask."""
 
 from __future__ import annotations
 
 from genrec.hstu.attention.triton_jit import gl, gluon_jit
 from genrec.hstu.attention.triton_schedule import FP8_BLOCK, find_first_slot
+from genrec.hstu.attention.triton_spans import visible
 
 
 @gluon_jit
@@ -53,3 +54,29 @@ def scaled(scores, down, across, SCALES: gl.constexpr):
     else:
         scores = scores * (down * across)
     return scores
+
+
+@gluon_jit
+def grad_of_scores(dp, slope, down, across, SCALES: gl.constexpr, MASKED: gl.constexpr):
+    """dS of dP, which in FP8 lacks the descales of its two sides, and SiLU's slopes."""
+    ds = dp * slope
+    if SCALES != "none":
+        ds = scaled(ds, down, across, SCALES)
+    if MASKED:  # Beyond the user's end, where the slope is zero, dP may be anything.
+        ds = gl.where(slope == 0.0, 0.0, ds)
+    return ds
+
+
+@gluon_jit
+def visible_rows(
+    first, start, end, history_end, contexts, window, group_size,
+    ROWS: gl.constexpr, KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """(KEYS, ROWS): which keys from ``first`` on are seen by which rows from ``start`` on, of those before ``end``."""
+    keys = first + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    seen = visible(
+        rows[None, :], keys[:, None], history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW
+    )
+    return seen & (rows < end)[None, :]

@@ -11,7 +11,7 @@ from genrec.hstu.attention.triton_jit import PER_BATCH, jit, tl
 from genrec.hstu.attention.triton_schedule import find_first_slot, find_tile
 from genrec.hstu.attention.triton_scores import bias_indices, bias_of_pairs, load_times, one_plus_tanh
 from genrec.hstu.attention.triton_spans import count_masked, masked_tile, row_spans, user_parts, visible
-from genrec.hstu.attention.triton_tiles import load, load_fp8, load_full, outer, store
+from genrec.hstu.attention.triton_tiles import load, load_fp8, load_fp8_operands, load_full, store
 
 
 @jit
@@ -118,14 +118,10 @@ def key_grad_kernel(
         grad = load(grad_out, start, end, out_row, ROWS, V_DIM, True)
         score_query, score_grad, score_scale, grad_scale = query, grad, half_alpha, None
         if SCALES != "none":
-            score_query, query_scale = load_fp8(
-                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, QK_DIM, SCALES
-            )
-            score_grad, row_scale = load_fp8(
-                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, end, ROWS, V_DIM, SCALES
-            )
-            score_scale = outer(key_scale, query_scale, SCALES)
-            grad_scale = outer(value_scale, row_scale, SCALES)
+            score_query, score_grad, score_scale, grad_scale = load_fp8_operands(
+                q_fp8, grad_fp8, q_descale, grad_descale, key_scale, value_scale,
+                user, head, num_heads, begin, first_slot, start, end, ROWS, QK_DIM, V_DIM, SCALES,
+            )  # fmt: skip
         rows = start + tl.arange(0, ROWS)[None, :]
         seen = visible(rows, keys, history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW)
         seen = seen & (rows < end)
@@ -147,14 +143,10 @@ def key_grad_kernel(
         grad = load_full(grad_tiles, grad_out, begin, start, head, out_row, ROWS, V_DIM)
         score_query, score_grad, score_scale, grad_scale = query, grad, half_alpha, None
         if SCALES != "none":
-            score_query, query_scale = load_fp8(
-                q_fp8, q_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, QK_DIM, SCALES
-            )
-            score_grad, row_scale = load_fp8(
-                grad_fp8, grad_descale, user, head, num_heads, begin, first_slot, start, length, ROWS, V_DIM, SCALES
-            )
-            score_scale = outer(key_scale, query_scale, SCALES)
-            grad_scale = outer(value_scale, row_scale, SCALES)
+            score_query, score_grad, score_scale, grad_scale = load_fp8_operands(
+                q_fp8, grad_fp8, q_descale, grad_descale, key_scale, value_scale,
+                user, head, num_heads, begin, first_slot, start, length, ROWS, QK_DIM, V_DIM, SCALES,
+            )  # fmt: skip
         if BIAS:
             rows = start + tl.arange(0, ROWS)[None, :]
             row_times = load_times(query_times, start, length, ROWS)[None, :]

@@ -11,7 +11,7 @@ from genrec.hstu.attention.triton_jit import PER_BATCH, jit, tl
 from genrec.hstu.attention.triton_schedule import count_blocks, find_first_slot, find_tile
 from genrec.hstu.attention.triton_scores import bias_indices, bias_of_pairs, load_times, one_plus_tanh
 from genrec.hstu.attention.triton_spans import count_masked, key_spans, masked_tile, user_parts, visible
-from genrec.hstu.attention.triton_tiles import load, load_fp8, load_full, outer, store
+from genrec.hstu.attention.triton_tiles import load, load_fp8, load_fp8_operands, load_full, store
 
 
 @jit
@@ -95,14 +95,10 @@ def query_grad_kernel(
             score_key, score_scale, grad_scale = key, half_alpha, None
             value = load(v, start, end, v_row, KEYS, V_DIM, True)
         else:
-            score_key, key_scale = load_fp8(
-                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, QK_DIM, SCALES
-            )
-            value, value_scale = load_fp8(
-                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, end, KEYS, V_DIM, SCALES
-            )
-            score_scale = outer(query_scale, key_scale, SCALES)
-            grad_scale = outer(row_scale, value_scale, SCALES)
+            score_key, value, score_scale, grad_scale = load_fp8_operands(
+                k_fp8, v_fp8, k_descale, v_descale, query_scale, row_scale,
+                user, head, num_heads, begin, first_slot, start, end, KEYS, QK_DIM, V_DIM, SCALES,
+            )  # fmt: skip
         keys = start + tl.arange(0, KEYS)[None, :]
         seen = visible(rows, keys, history_end, contexts, window, group_size, CAUSAL, CONTEXTS, TARGETS, WINDOW)
         seen = seen & (keys < end)
@@ -126,14 +122,10 @@ def query_grad_kernel(
             score_key, score_scale, grad_scale = key, half_alpha, None
             value = load_full(value_tiles, v, begin, start, head, v_row, KEYS, V_DIM)
         else:
-            score_key, key_scale = load_fp8(
-                k_fp8, k_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, QK_DIM, SCALES
-            )
-            value, value_scale = load_fp8(
-                v_fp8, v_descale, user, head, num_heads, begin, first_slot, start, length, KEYS, V_DIM, SCALES
-            )
-            score_scale = outer(query_scale, key_scale, SCALES)
-            grad_scale = outer(row_scale, value_scale, SCALES)
+            score_key, value, score_scale, grad_scale = load_fp8_operands(
+                k_fp8, v_fp8, k_descale, v_descale, query_scale, row_scale,
+                user, head, num_heads, begin, first_slot, start, length, KEYS, QK_DIM, V_DIM, SCALES,
+            )  # fmt: skip
         if BIAS:
             keys = start + tl.arange(0, KEYS)[None, :]
             times = load_times(key_times, start, length, KEYS)[None, :]

@@ -67,3 +67,19 @@ def load_fp8(
     values += (begin * num_heads + head) * DIM
     tile = load(values, first, end, num_heads * DIM, SIZE, DIM, True)
     return tile, load_descales(descales, user, head, num_heads, begin, first_slot, first, end, SIZE, SCALES)
+
+
+@jit
+def load_fp8_operands(
+    x, y, x_descale, y_descale, score_descale, grad_descale, user, head, num_heads, begin, first_slot, first, end,
+    SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``first`` on for S, of x, and for dP, of y, and what S and dP are then multiplied with.
+
+    score_descale, grad_descale: of the other operands of S and dP, which stay the same in a loop.
+    """
+    score, score_scale = load_fp8(
+        x, x_descale, user, head, num_heads, begin, first_slot, first, end, SIZE, QK_DIM, SCALES
+    )
+    grad, grad_scale = load_fp8(y, y_descale, user, head, num_heads, begin, first_slot, first, end, SIZE, V_DIM, SCALES)
+    return score, grad, outer(score_descale, score_scale, SCALES), outer(grad_descale, grad_scale, SCALES)
