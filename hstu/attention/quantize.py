@@ -24,10 +24,10 @@ def _load_block(x, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
     """(128, DIM_BLOCK) in float32 from row ``first`` on; zeros from row ``end`` on and beyond DIM."""
     rows = tl.arange(0, _BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
+    pointers = x + tl.cast(first, tl.int64) * x_row + (rows[:, None] * x_row + dims[None, :])
     mask = (first + rows < end)[:, None]
     if DIM < DIM_BLOCK:
         mask = mask & (dims < DIM)[None, :]
-    pointers = x + tl.cast(first, tl.int64) * x_row + (rows[:, None] * x_row + dims[None, :])
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
