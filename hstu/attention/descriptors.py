@@ -1,4 +1,4 @@
-"""What the Gluon kernels ask of the host: TMA descriptors, by which the hardware copies tiles."""
+"""TMA descriptors, by which the hardware copies tiles, and what it takes for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrec.hstu.attention.triton_jit import INTERPRETED, GluonDescriptor, gl, gluon
+from genrec.hstu.attention.compiled import Descriptor
+from genrec.hstu.attention.triton_jit import INTERPRETED, GluonDescriptor, TensorDescriptor, gl, gluon
 
 _ELEMENTS = {}
 if gluon is not None:
@@ -31,24 +32,28 @@ def has_whole_rows(x: Tensor) -> bool:
     return is_dense and (row * x.element_size()) % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def descriptor(x: Tensor, rows: int) -> Any:
-    """Of ``x`` (T, H, d), for tiles of ``rows`` rows of one head."""
+def descriptor(x: Tensor, rows: int) -> Descriptor:
+    """Of ``x`` (T, H, d), for tiles of ``rows`` rows of one head, in Gluon."""
     num_rows, num_heads, dim = x.shape
-    layout = _layout(rows, dim, x.dtype)
-    return GluonDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim], layout)
+    return Descriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim], _gluon_descriptor)
 
 
-def matrix_descriptor(x: Tensor, rows: int, columns: int) -> Any:
-    """Of a matrix, for tiles of ``rows`` by ``columns``."""
-    return GluonDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+def matrix_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
+    """Of a matrix, for tiles of ``rows`` by ``columns``, in Gluon."""
+    return Descriptor(x, list(x.shape), list(x.stride()), [rows, columns], _gluon_descriptor)
+
+
+def triton_descriptor(x: Tensor, rows: int) -> Descriptor:
+    """:func:`descriptor` for kernels in Triton."""
+    num_rows, num_heads, dim = x.shape
+    return Descriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim], TensorDescriptor)
+
+
+def _gluon_descriptor(base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]) -> Any:
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, _ELEMENTS[base.dtype])
+    return GluonDescriptor(base, shape, strides, block_shape, layout)
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """Of a tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], _ELEMENTS[dtype])

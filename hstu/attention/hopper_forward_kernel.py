@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from genrec.hstu.attention.hopper_tiles import find_rank
 from genrec.hstu.attention.triton_jit import (
-    PER_BATCH,
     fence_async_shared,
     gl,
     gluon_jit,
+    gluon_kernel,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -385,7 +385,7 @@ def _attend(
     _store(output * inverse_seqlen, out, first, length, out_row, DIM)
 
 
-@gluon_jit(do_not_specialize=PER_BATCH)
+@gluon_kernel
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, out, q_descale, k_descale, v_descale, weight_scales,
     schedule, offsets, num_contexts, num_targets, out_row, out_head,

@@ -14,10 +14,10 @@ from genrec.hstu.attention.hopper_scores import (
 )
 from genrec.hstu.attention.hopper_tiles import changing_zero, find_tile, make_barriers, store, tile_span, zero_from
 from genrec.hstu.attention.triton_jit import (
-    PER_BATCH,
     fence_async_shared,
     gl,
     gluon_jit,
+    gluon_kernel,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -98,7 +98,7 @@ def _fetch_rows(
     tma.async_copy_global_to_shared(g_tiles, [row, column], ready, g_smem, pred=pred)
 
 
-@gluon_jit(do_not_specialize=PER_BATCH)
+@gluon_kernel
 def key_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, q8_tiles, g8_tiles, q_descale, k_descale, v_descale, g_descale,
     dk, dv, grad_row, schedule, offsets, num_contexts, num_targets,

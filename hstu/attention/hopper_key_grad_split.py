@@ -28,10 +28,10 @@ from genrec.hstu.attention.hopper_tiles import (
     zero_from,
 )
 from genrec.hstu.attention.triton_jit import (
-    PER_BATCH,
     fence_async_shared,
     gl,
     gluon_jit,
+    gluon_kernel,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -258,7 +258,7 @@ def _key_group(
     store(dk * scale, out, first, length, grad_row, KEYS, DIM, sum_layout)
 
 
-@gluon_jit(do_not_specialize=PER_BATCH)
+@gluon_kernel
 def split_key_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, q8_tiles, g8_tiles, q_descale, k_descale, v_descale, g_descale,
     dk, dv, grad_row, schedule, offsets, num_contexts, num_targets,

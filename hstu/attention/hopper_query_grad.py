@@ -16,10 +16,10 @@ from genrec.hstu.attention.hopper_tiles import (
     zero_from,
 )
 from genrec.hstu.attention.triton_jit import (
-    PER_BATCH,
     fence_async_shared,
     gl,
     gluon_jit,
+    gluon_kernel,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -98,7 +98,7 @@ def _fetch_keys(k_tiles, k8_tiles, ready, k_smem, k8_smem, row, column, pred, SC
     tma.async_copy_global_to_shared(k_tiles, [row, column], ready, k_smem, pred=pred)
 
 
-@gluon_jit(do_not_specialize=PER_BATCH)
+@gluon_kernel
 def query_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, k8_tiles, q_descale, k_descale, v_descale, g_descale,
     dq, grad_row, schedule, offsets, num_contexts, num_targets,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genrec.hstu.attention import hopper_backward, hopper_forward, triton_jit
-from genrec.hstu.attention.descriptors import has_whole_rows
+from genrec.hstu.attention.descriptors import has_whole_rows, triton_descriptor
 from genrec.hstu.attention.quantization import QuantizedBatch, ScoreTensors
 from genrec.hstu.attention.request import Request, as_blocks, block_of, device_of, strides
 from genrec.hstu.attention.triton_forward import forward_kernel
@@ -207,5 +207,5 @@ def _descriptors(first: Tensor, second: Tensor | None, rows: int, tiles: Tiles) 
 def _descriptor(x: Tensor, rows: int) -> Any:
     if not has_whole_rows(x):
         return None
-    num_rows, num_heads, dim = x.shape
-    return triton_jit.TensorDescriptor(x, [num_rows, num_heads * dim], [x.stride(0), 1], [rows, dim])
+    found = triton_descriptor(x, rows)
+    return found.for_triton() if triton_jit.INTERPRETED else found

@@ -6,7 +6,6 @@ some tenths of a millisecond a layer, which is more than short users need on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from genrec.hstu.attention.dispatch import is_watched, masking_of, split_gradien
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.operators_fp8 import fp8_attention
 from genrec.hstu.attention.request import MAX_DIM, Request
-from genrec.hstu.attention.tuning import tiles_for
+from genrec.hstu.attention.tuning import Tiles, tiles_for
 from genrec.hstu.precision.capability import ATTENTION_CAPABILITY
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,13 +42,16 @@ def triton_attention(
 
     What the tensors hold is not checked, which would wait for the device: lengths that don't fit give garbage.
     """
+    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
     if quantization != "bf16":
         assert bias is None, "refused before"
-        request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
         return fp8_attention(q, k, v, request, mode=quantization)
-    batch = (offsets, num_contexts, num_targets, scaling_seqlen, alpha)
-    args = (q, k, v, *tensors_of(bias), *batch, *masking_of(rules))
-    output: Tensor = _forward(*args)[0] if is_watched(q) else _Attention.apply(*args)
+    if is_watched(q):
+        batch = (offsets, num_contexts, num_targets, scaling_seqlen, alpha)
+        output: Tensor = _forward(q, k, v, *tensors_of(bias), *batch, *masking_of(rules))[0]
+    else:
+        weights = (None, None) if bias is None else (bias.position_weight, bias.time_weight)
+        output = _Attention.apply(q, k, v, *weights, request)
     return output
 
 
@@ -94,7 +96,11 @@ def _run_forward(
     bias = bias_of(position_weight, time_weight, query_times, key_times)
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
     request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
-    return launch.forward(q, k, v, request, tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None))
+    return launch.forward(q, k, v, request, _tiles(q, v, request))
+
+
+def _tiles(q: Tensor, v: Tensor, request: Request) -> Tiles:
+    return tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=request.bias is not None)
 
 
 _forward = torch.library.custom_op("genrec::hstu_attention_forward", _run_forward, mutates_args=())
@@ -134,8 +140,7 @@ def _run_backward(
     bias = bias_of(position_weight, time_weight, query_times, key_times)
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
     request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
-    tiles = tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=bias is not None)
-    return launch.backward(grad_output, q, k, v, schedule, request, tiles)
+    return launch.backward(grad_output, q, k, v, schedule, request, _tiles(q, v, request))
 
 
 _backward = torch.library.custom_op("genrec::hstu_attention_backward", _run_backward, mutates_args=())
@@ -158,41 +163,55 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _keep(ctx, inputs, output[1])
+    q, k, v, *batch = inputs[:10]
+    ctx.settings = inputs[10:]
+    ctx.save_for_backward(q, k, v, output[1], *batch)
     ctx.mark_non_differentiable(output[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], schedule: Tensor) -> None:
-    q, k, v, *batch = inputs[:10]
-    ctx.settings = inputs[10:]
-    ctx.save_for_backward(q, k, v, schedule, *batch)
-
-
 def _autograd(ctx: Any, grad_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, grad_output, _backward)
+    q, k, v, *batch = ctx.saved_tensors
+    grads = _backward(grad_output, q, k, v, *batch, *ctx.settings)
+    return *_split(grads, q, k, v, *batch[1:3]), *(None,) * 11
 
 
-def _gradients(ctx: Any, grad_output: Tensor, backward: Callable[..., Any]) -> tuple[Tensor | None, ...]:
-    q, k, v, schedule, position_weight, time_weight, *batch = ctx.saved_tensors
-    weights = (position_weight, time_weight)
-    grads, *weight_grads = backward(grad_output, q, k, v, schedule, *weights, *batch, *ctx.settings)
-    of_weights = [None if x is None else grad.to(x.dtype) for x, grad in zip(weights, weight_grads, strict=True)]
-    return *split_gradients(grads, q, k, v), *of_weights, *(None,) * 11
+def _split(
+    grads: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_weight: Tensor | None,
+    time_weight: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and the weights of the bias, of those in buffers."""
+    of_bias = zip((position_weight, time_weight), grads[1:], strict=True)
+    return *split_gradients(grads[0], q, k, v), *(None if x is None else grad.to(x.dtype) for x, grad in of_bias)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The operators, without torch.library."""
+    """The operators, without torch.library. The weights of the bias are those of the request."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output, schedule = _run_forward(*inputs)
-        _keep(ctx, inputs, schedule)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_weight: Tensor | None,
+        time_weight: Tensor | None,
+        request: Request,
+    ) -> Tensor:
+        output, schedule = launch.forward(q, k, v, request, _tiles(q, v, request))
+        ctx.save_for_backward(q, k, v, schedule, position_weight, time_weight)
+        ctx.request = request
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad_output, _run_backward)
+        q, k, v, schedule, *weights = ctx.saved_tensors
+        grads = launch.backward(grad_output, q, k, v, schedule, ctx.request, _tiles(q, v, ctx.request))
+        return *_split(grads, q, k, v, *weights), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from genrec.hstu.precision.formats import E4M3
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, request: Request, *, mode: str) -> Tensor:
     """q, k: (T, H, d_qk), v: (T, H, d_v) -> (T, H, d_v), in mode ``hstu_attn_quantization_mode``."""
-    batch = (request.offsets, request.num_contexts, request.num_targets, request.scaling_seqlen, request.alpha)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    args = (q, k, v, *batch, *masking_of(request.rules), mode, needs_grad)
-    output: Tensor = _forward(*args)[0] if is_watched(q) else _Attention.apply(*args)
+    if not is_watched(q):
+        result: Tensor = _Attention.apply(q, k, v, request, mode, needs_grad)
+        return result
+    batch = (request.offsets, request.num_contexts, request.num_targets, request.scaling_seqlen, request.alpha)
+    output: Tensor = _forward(q, k, v, *batch, *masking_of(request.rules), mode, needs_grad)[0]
     return output
 
 
@@ -49,6 +51,12 @@ def _run_forward(
     """
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
     request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, None)
+    return _attend(q, k, v, request, mode, needs_grad)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, mode: str, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     schedule = launch.make_schedule(q, request)
     batch = launch_fp8.quantize_batch(q, k, v, schedule, request, mode=mode, needs_grad=needs_grad)
     tiles = tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=False, is_fp8=True)
@@ -101,6 +109,15 @@ def _run_backward(
     """Gradients of v, q, k, each (T, H * d), side by side in one buffer: operators return no views of each other."""
     rules = MaskRules(causal, contextual_mask, max_attn_len, target_group_size)
     request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, None)
+    made = (schedule, q_fp8, k_fp8, v_fp8, q_descale, k_descale, v_descale)
+    return _differentiate(grad_output, q, k, v, made, request, mode)
+
+
+def _differentiate(
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, made: Sequence[Tensor], request: Request, mode: str
+) -> Tensor:
+    """made: what :func:`_attend` returns beside the output."""
+    schedule, q_fp8, k_fp8, v_fp8, q_descale, k_descale, v_descale = made
     scored = ScoreTensors(
         q=FP8Tensor(q_fp8.view(E4M3.dtype), q_descale),
         k=FP8Tensor(k_fp8.view(E4M3.dtype), k_descale),
@@ -121,23 +138,15 @@ def _(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, inputs, output[1:])
+    q, k, v, *batch = inputs[:6]
+    ctx.settings = inputs[6:-1]
+    ctx.save_for_backward(q, k, v, *output[1:], *batch)
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], made: Sequence[Tensor]) -> None:
-    q, k, v, *batch = inputs[:6]
-    ctx.settings = inputs[6:-1]
-    ctx.save_for_backward(q, k, v, *made, *batch)
-
-
 def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, grad_output, _backward)
-
-
-def _gradients(ctx: Any, grad_output: Tensor, backward: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
     q, k, v, *kept = ctx.saved_tensors
-    grads = backward(grad_output, q, k, v, *kept, *ctx.settings)
+    grads = _backward(grad_output, q, k, v, *kept, *ctx.settings)
     return *split_gradients(grads, q, k, v), *(None,) * 11
 
 
@@ -148,12 +157,15 @@ class _Attention(torch.autograd.Function):
     """The operators, without torch.library."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output, *made = _run_forward(*inputs)
-        _keep(ctx, inputs, made)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, request: Request, mode: str, needs_grad: bool) -> Tensor:
+        output, *made = _attend(q, k, v, request, mode, needs_grad)
+        ctx.save_for_backward(q, k, v, *made)
+        ctx.request, ctx.mode = request, mode
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad_output, _run_backward)
+        q, k, v, *made = ctx.saved_tensors
+        grads = _differentiate(grad_output, q, k, v, made, ctx.request, ctx.mode)
+        return *split_gradients(grads, q, k, v), None, None, None

@@ -9,7 +9,7 @@ A program takes 128 tokens of a user and head, of q, k or v, in the slots of
 from __future__ import annotations
 
 from genrec.hstu.attention import quantization
-from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, tl
+from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import find_tile
 from genrec.hstu.precision.formats import E4M3
 
@@ -72,7 +72,7 @@ def _add_amax(x, amax, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.const
     tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@jit(do_not_specialize=[*PER_BATCH, "num_cells"])
+@kernel(per_batch=[*PER_BATCH, "num_cells"])
 def amax_kernel(
     q, k, v, amax, num_cells, schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head,
     num_users, num_rows, num_heads,
@@ -173,7 +173,7 @@ def _quantize_tile(
     tl.store(tiles + places, tl.trans(tl.reshape(values, (_BLOCK, DIM_BLOCK))))
 
 
-@jit(do_not_specialize=[*PER_BATCH, "num_cells"])
+@kernel(per_batch=[*PER_BATCH, "num_cells"])
 def quantize_kernel(
     q, k, v, q_out, k_out, v_out, v_tiles, q_descale, k_descale, v_descale, v_tile_descale, amax, num_cells, norms,
     schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_rows, num_heads,
@@ -221,7 +221,7 @@ def quantize_kernel(
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["size"])
+@kernel(per_batch=["size"])
 def weight_scale_kernel(norms, scale, size, alpha, BLOCK: tl.constexpr):
     """scale: (size,), :func:`genrec.hstu.attention.quantization.weight_scale` of norms (2, size)."""
     cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -9,7 +9,7 @@ the blocks of v do.
 
 from __future__ import annotations
 
-from genrec.hstu.attention.triton_jit import PER_BATCH, jit, tl
+from genrec.hstu.attention.triton_jit import jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import FP8_BLOCK, count_blocks, find_first_slot, find_tile
 from genrec.hstu.attention.triton_scores import bias_indices, bias_of_pairs, load_times, one_plus_tanh
 from genrec.hstu.attention.triton_spans import align_spans, count_masked, key_spans, masked_tile, user_parts, visible
@@ -37,7 +37,7 @@ def _add_fp8_values(
     return output + tl.dot(weights, value) * tl.load(tile_descales + block * DIM + tl.arange(0, DIM))[None, :]
 
 
-@jit(do_not_specialize=PER_BATCH)
+@kernel()
 def forward_kernel(
     q, k, v, out, key_tiles, value_tiles, q_descale, k_descale, v_descale, weight_scale,
     schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,

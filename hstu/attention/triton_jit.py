@@ -5,7 +5,10 @@ Without them all names are None, decorators return functions as they are, and as
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from genrec.hstu.attention.compiled import Kernel
 
 try:
     import triton as triton
@@ -34,7 +37,7 @@ __all__ = [
     "triton", "tl", "TensorDescriptor",
     "gluon", "gl", "GluonDescriptor", "fence_async_shared", "mbarrier", "tma",
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
-    "INTERPRETED", "PER_BATCH", "constexpr", "jit", "gluon_jit",
+    "INTERPRETED", "PER_BATCH", "constexpr", "jit", "gluon_jit", "kernel", "gluon_kernel",
 ]  # fmt: skip
 
 # Triton's own switch for running kernels on the CPU, read as the kernels are defined.
@@ -48,15 +51,27 @@ def constexpr(value: Any) -> Any:
     return value if triton is None else tl.constexpr(value)
 
 
-def jit(kernel: Any = None, **options: Any) -> Any:
+def jit(function: Any, **options: Any) -> Any:
     """``triton.jit``; the function as it is without Triton."""
-    if kernel is None:
-        return lambda function: jit(function, **options)
-    return kernel if triton is None else triton.jit(kernel, **options)
+    return function if triton is None else triton.jit(function, **options)
 
 
-def gluon_jit(kernel: Any = None, **options: Any) -> Any:
+def gluon_jit(function: Any, **options: Any) -> Any:
     """``gluon.jit``; the function as it is without Gluon, and in Triton's interpreter, which has no Gluon."""
-    if kernel is None:
-        return lambda function: gluon_jit(function, **options)
-    return kernel if gluon is None or INTERPRETED else gluon.jit(kernel, **options)
+    return function if gluon is None or INTERPRETED else gluon.jit(function, **options)
+
+
+def kernel(*, per_batch: Sequence[str] = PER_BATCH) -> Callable[[Any], Any]:
+    """Decorates a kernel in Triton that the host launches. per_batch: the arguments that change from batch to batch."""
+    return lambda function: _launched(jit(function, do_not_specialize=per_batch))
+
+
+def gluon_kernel(function: Any) -> Any:
+    """Decorates a kernel in Gluon that the host launches."""
+    return _launched(gluon_jit(function, do_not_specialize=PER_BATCH))
+
+
+def _launched(compiled: Any) -> Any:
+    if triton is None or not isinstance(compiled, triton.JITFunction):
+        return compiled
+    return Kernel(compiled, lambda: triton.runtime.driver.active.get_current_device())

@@ -7,7 +7,7 @@ In FP8 (SCALES other than "none") the operands of S and dP are those of :mod:`ge
 
 from __future__ import annotations
 
-from genrec.hstu.attention.triton_jit import PER_BATCH, jit, tl
+from genrec.hstu.attention.triton_jit import jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import find_first_slot, find_tile
 from genrec.hstu.attention.triton_scores import bias_indices, bias_of_pairs, load_times, one_plus_tanh
 from genrec.hstu.attention.triton_spans import count_masked, masked_tile, row_spans, user_parts, visible
@@ -54,7 +54,7 @@ def _add_query_grad(
     dq_sum_tiles.atomic_add([(begin + start).to(tl.int32), head * DIM], share)
 
 
-@jit(do_not_specialize=PER_BATCH)
+@kernel()
 def key_grad_kernel(
     q, k, v, grad_out, q_fp8, k_fp8, v_fp8, grad_fp8, q_descale, k_descale, v_descale, grad_descale,
     dk, dv, query_tiles, grad_tiles, dq_sum_tiles,

@@ -7,7 +7,7 @@ In FP8 (SCALES other than "none") the operands of S and dP are those of :mod:`ge
 
 from __future__ import annotations
 
-from genrec.hstu.attention.triton_jit import PER_BATCH, jit, tl
+from genrec.hstu.attention.triton_jit import jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import count_blocks, find_first_slot, find_tile
 from genrec.hstu.attention.triton_scores import bias_indices, bias_of_pairs, load_times, one_plus_tanh
 from genrec.hstu.attention.triton_spans import count_masked, key_spans, masked_tile, user_parts, visible
@@ -36,7 +36,7 @@ def _query_grad_step(
     return tl.dot(grad_scores.to(key.dtype), key, grad_query, input_precision=PRECISION), grad_scores
 
 
-@jit(do_not_specialize=PER_BATCH)
+@kernel()
 def query_grad_kernel(
     q, k, v, grad_out, q_fp8, k_fp8, v_fp8, grad_fp8, q_descale, k_descale, v_descale, grad_descale,
     dq, position_grad, time_grad, key_tiles, value_tiles,

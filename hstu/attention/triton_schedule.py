@@ -11,7 +11,7 @@ tokens beyond ``offsets[-1]`` are one more "user", whose results are zeros.
 from __future__ import annotations
 
 from genrec.hstu.attention.quantization import BLOCK
-from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, tl
+from genrec.hstu.attention.triton_jit import constexpr, jit, kernel, tl
 
 FP8_BLOCK = constexpr(BLOCK)
 
@@ -30,7 +30,7 @@ def user_span(user, offsets, num_users, num_rows):
     return begin, (tl.minimum(end, num_rows) - begin).to(tl.int32)
 
 
-@jit(do_not_specialize=PER_BATCH)
+@kernel()
 def schedule_kernel(offsets, schedule, num_users, num_rows, BLOCK: tl.constexpr):
     """schedule[0]: users from the longest to the shortest; schedule[1]: tokens of all users before them.
 
