@@ -43,6 +43,11 @@ def make_case(dim: int, num_heads: int) -> Case:
 
 def load(clone: Path) -> ModuleType:
     """Meta's module of Triton attention."""
+    import triton.language as tl
+
+    # Named where its kernels would use another form of TMA, which is off; Triton looks up the name all the same.
+    if not hasattr(tl, "_experimental_descriptor_store"):
+        tl._experimental_descriptor_store = None
     sys.path.insert(0, str(clone))
     return importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
 
