@@ -12,7 +12,7 @@ before. GPUs start a grid's programs in order, so no program waits for one that 
 
 from __future__ import annotations
 
-from genrec.hstu.attention import quantization
+from genrec.hstu.attention import quantization, triton_jit
 from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import count_blocks, find_tile
 from genrec.hstu.precision.formats import E4M3
@@ -20,6 +20,7 @@ from genrec.hstu.precision.formats import E4M3
 _BLOCK = constexpr(quantization.BLOCK)
 _MAX = constexpr(E4M3.max)
 _MAX_SCALE = constexpr(quantization.MAX_SCALE)
+_INTERPRETED = constexpr(triton_jit.INTERPRETED)
 _MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
 
@@ -37,8 +38,14 @@ def _load_block(x, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 
 @jit
 def _magnitudes(x):
-    magnitudes = tl.abs(x)
-    return tl.where(magnitudes < float("inf"), magnitudes, 0.0)  # NaN is less than nothing
+    """NaN where ``x`` is not finite, which maxima pass over. Written so that it takes one instruction."""
+    return tl.abs(x) + x * 0.0
+
+
+@jit
+def _number(x):
+    """0 where there was nothing to find the largest of."""
+    return tl.where(x == x, x, 0.0)
 
 
 @jit
@@ -53,8 +60,11 @@ def _descale_of(scale):
 
 @jit
 def _to_fp8(x, scale):
-    values = tl.clamp(x * scale, -_MAX, _MAX)
-    return tl.where(tl.abs(x) < float("inf"), values, float("nan")).to(tl.float8e4nv)
+    """NaN where ``x`` is not finite."""
+    values = x * scale + x * 0.0
+    if _INTERPRETED:  # GPUs saturate as they round.
+        values = tl.where(values == values, tl.clamp(values, -_MAX, _MAX), values)
+    return values.to(tl.float8e4nv)
 
 
 @jit
@@ -71,7 +81,7 @@ def _cell(user, head, num_heads, CELLS: tl.constexpr):
 @jit
 def _add_amax(x, amax, begin, first, length, head, x_row, x_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
     block = _load_block(x + begin * x_row + head * x_head, first, length, x_row, DIM, DIM_BLOCK)
-    largest = tl.max(tl.max(_magnitudes(block), axis=1), axis=0)
+    largest = _number(tl.max(tl.max(_magnitudes(block), axis=1), axis=0))
     # Of numbers that are not negative the order is that of their bits.
     tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -118,9 +128,10 @@ def _store_descale(descale, scale, user, slot, begin, first, length, head, num_u
 @jit
 def _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK: tl.constexpr):
     """To (T, H, DIM_BLOCK)."""
-    rows = first + tl.arange(0, _BLOCK)[:, None]
-    places = ((begin + rows) * num_heads + head) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)[None, :]
-    tl.store(out + places, values, mask=rows < length)
+    rows = tl.arange(0, _BLOCK)[:, None]
+    out += ((begin + first) * num_heads + head) * DIM_BLOCK
+    places = rows * (num_heads * DIM_BLOCK) + tl.arange(0, DIM_BLOCK)[None, :]
+    tl.store(out + places, values, mask=first + rows < length)
 
 
 @jit
@@ -139,9 +150,8 @@ def _quantize_rows(
     _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS)
     if norm is not None:
         exact = values.to(tl.float32)
-        exact = tl.where(exact == exact, exact, 0.0)
         norms = tl.sqrt_rn(tl.sum(exact * exact, axis=1)) * _descale_of(scale)
-        longest = tl.max(norms, axis=0)
+        longest = _number(tl.max(norms, axis=0))
         tl.atomic_max(norm, longest.to(tl.int32, bitcast=True), mask=user < num_users, sem="relaxed")
 
 
