@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,7 @@ from genrec.hstu.attention.cutlass import NOT_INSTALLED, cutlass_attention
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.operators import triton_attention, why_not
 
-_ATTENTION: dict[str, Callable[..., Tensor]] = {
-    "pytorch": blocked_attention,
-    "triton": triton_attention,
-    "cutlass": cutlass_attention,
-}
+_ATTENTION = {"pytorch": blocked_attention, "triton": triton_attention}
 
 _logger = logging.getLogger(__name__)
 
@@ -65,10 +60,12 @@ def hstu_attention(
         target_group_size=target_group_size,
     )
     chosen = _choose(backend, q, k, v, quantization)
-    options: dict[str, Any] = {} if chosen == "pytorch" else {"max_seqlen": max_seqlen}
-    if chosen != "cutlass":
-        options["quantization"] = quantization
-    return _ATTENTION[chosen](
+    attention: Callable[..., Tensor] = (
+        functools.partial(cutlass_attention, max_seqlen=max_seqlen)
+        if chosen == "cutlass"
+        else functools.partial(_ATTENTION[chosen], quantization=quantization)
+    )
+    return attention(
         q,
         k,
         v,
@@ -79,7 +76,6 @@ def hstu_attention(
         num_targets=num_targets,
         rules=rules,
         bias=bias,
-        **options,
     )
 
 

@@ -22,23 +22,30 @@ def quantize_batch(
 
     Descales of users without tokens and all of slots without a block are not written.
     """
-    num_users, num_heads = request.num_users, q.shape[1]
+    num_users, (num_rows, num_heads, _) = request.num_users, q.shape
     query, key = (_empty_rows(x, num_users, mode) for x in (q, k))
     value = _empty_rows(v, num_users, mode) if needs_grad else None
     tiles = _empty_tiles(v, num_users, mode)
     norms_size = 2 * num_users * num_heads
     weight_scale = q.new_empty(num_users, num_heads, dtype=torch.float32)
     num_cells = _num_cells(mode, num_users, num_heads)
-    amax, norms = _zeros(q, 6 * num_cells + norms_size).split([6 * num_cells, norms_size])
+    cells = torch.zeros(3 * num_cells + norms_size, dtype=torch.int32, device=q.device)
+    amax, norms = cells.split([3 * num_cells, norms_size])
     if v.numel() > 0:
         q, k, v = (with_dense_heads(x) for x in (q, k, v))
+        parts = 3 if value is None else 4
+        batch = (schedule, request.users()[0], *strides(q, k, v), num_users, num_rows, num_heads)
         with device_of(q):
-            kernels.quantize_kernel[_grid(q, request, mode, parts=3)](
+            if num_cells > 0:
+                kernels.amax_kernel[_grid(q, request, 3)](
+                    q, k, v, amax, num_cells, *batch, **_constants(q, v, mode, parts=3)
+                )
+            kernels.quantize_kernel[_grid(q, request, parts)](
                 *(q, k, v, query.values, key.values, None if value is None else value.values, tiles.values),
                 *(query.descale, key.descale, None if value is None else value.descale, tiles.descale),
                 *(amax if num_cells > 0 else None, num_cells, norms),
-                *(schedule, request.users()[0], *strides(q, k, v), *_sizes(q, request, mode)),
-                **_constants(q, v, mode, parts=3),
+                *batch,
+                **_constants(q, v, mode, parts=parts),
             )
             if norms_size > 0:
                 kernels.weight_scale_kernel[(norms_size // 2 // _CELL_BLOCK + 1,)](
@@ -49,24 +56,26 @@ def quantize_batch(
 
 def quantize_grad(grad: Tensor, schedule: Tensor, request: Request, *, mode: str) -> FP8Tensor:
     """The output's gradient (T, H, d_v), where attention has this mode."""
-    num_users, num_heads = request.num_users, grad.shape[1]
+    num_users, (num_rows, num_heads, _) = request.num_users, grad.shape
     mode = grad_mode(mode)
     result = _empty_rows(grad, num_users, mode)
     if grad.numel() > 0:
         grad = with_dense_heads(grad)
         num_cells = _num_cells(mode, num_users, num_heads)
+        amax = torch.zeros(3 * num_cells, dtype=torch.int32, device=grad.device) if num_cells > 0 else None
+        batch = (schedule, request.users()[0], *strides(grad, grad, grad), num_users, num_rows, num_heads)
         with device_of(grad):
-            kernels.quantize_kernel[_grid(grad, request, mode, parts=1)](
+            if amax is not None:
+                kernels.amax_kernel[_grid(grad, request, 1)](
+                    grad, None, None, amax, num_cells, *batch, **_constants(grad, grad, mode, parts=1)
+                )
+            kernels.quantize_kernel[_grid(grad, request, 1)](
                 *(grad, None, None, result.values, None, None, None, result.descale, None, None, None),
-                *(_zeros(grad, 2 * num_cells) if num_cells > 0 else None, num_cells, None),
-                *(schedule, request.users()[0], *strides(grad, grad, grad), *_sizes(grad, request, mode)),
+                *(amax, num_cells, None),
+                *batch,
                 **_constants(grad, grad, mode, parts=1),
             )
     return result
-
-
-def _zeros(x: Tensor, size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, device=x.device)
 
 
 def _empty_rows(x: Tensor, num_users: int, mode: str) -> FP8Tensor:
@@ -93,25 +102,8 @@ def _num_cells(mode: str, num_users: int, num_heads: int) -> int:
     return {"tensor": 1, "user": max(num_users, 1), "head": max(num_users, 1) * num_heads}.get(CELLS[mode], 0)
 
 
-def _delay(x: Tensor, request: Request, mode: str) -> int:
-    """By how many slots blocks are quantized after their largest magnitude is looked for: the longest user's."""
-    slots = num_slots(x.shape[0], request.num_users)
-    if CELLS[mode] == "tensor" or request.max_seqlen is None:
-        return slots
-    return min(slots, -(-request.max_seqlen // BLOCK))
-
-
-def _sizes(x: Tensor, request: Request, mode: str) -> tuple[int, ...]:
-    """B, T, H, how many slots there are, and the delay."""
-    slots = num_slots(x.shape[0], request.num_users)
-    return (request.num_users, *x.shape[:2], slots, _delay(x, request, mode))
-
-
-def _grid(x: Tensor, request: Request, mode: str, *, parts: int) -> tuple[int]:
-    slots = num_slots(x.shape[0], request.num_users)
-    if CELLS[mode] in ("tensor", "user", "head"):
-        slots = 2 * (slots + _delay(x, request, mode))
-    return (slots * x.shape[1] * parts,)
+def _grid(x: Tensor, request: Request, parts: int) -> tuple[int]:
+    return (request.grid(x, BLOCK)[0] * parts,)
 
 
 def _constants(q: Tensor, v: Tensor, mode: str, *, parts: int) -> dict[str, Any]:

@@ -36,14 +36,13 @@ def triton_attention(
     num_targets: Tensor | None,
     rules: MaskRules,
     bias: RelativeBias | None,
-    max_seqlen: int | None = None,
     quantization: str = "bf16",
 ) -> Tensor:
     """q, k: (T, H, d_qk), v: (T, H, d_v) -> (T, H, d_v). Rows beyond ``offsets[-1]`` and their gradients are zero.
 
     What the tensors hold is not checked, which would wait for the device: lengths that don't fit give garbage.
     """
-    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias, max_seqlen)
+    request = Request(offsets, num_contexts, num_targets, scaling_seqlen, alpha, rules, bias)
     if quantization != "bf16":
         assert bias is None, "refused before"
         return fp8_attention(q, k, v, request, mode=quantization)

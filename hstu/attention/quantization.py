@@ -258,9 +258,9 @@ def _cast(x: Tensor, scale: Tensor, places: Places) -> Tensor:
 
 
 def _norms(x: FP8Tensor, mode: str, places: Places) -> Tensor:
-    """(T, H): Euclidean norms of rows of FP8 values; 0 of rows with NaN, of whose scores nothing has to be in range."""
-    norms = x.values.float().square().sum(2).sqrt() * spread(x.descale, mode, places)[:, :, 0]
-    return torch.where(norms.isnan(), 0.0, norms)
+    """(T, H): Euclidean norms of rows of FP8 values, without those that are NaN."""
+    values = x.values.float().nan_to_num(0.0)
+    return values.square().sum(2).sqrt() * spread(x.descale, mode, places)[:, :, 0]
 
 
 def _exponent(x: Tensor) -> Tensor:

@@ -1,26 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN201, ANN202, RET505, SIM102
-"""The kernel that quantizes attention's operands to FP8, as :mod:`genrec.hstu.attention.quantization` defines it.
+"""Kernels that quantize attention's operands to FP8, as :mod:`genrec.hstu.attention.quantization` defines it.
 
 A program takes 128 tokens of a user and head, of q, k or v, in the slots of
-:mod:`genrec.hstu.attention.triton_schedule`. Scales of a tensor, user or head need the largest magnitude of all it has.
-Then there are two programs for each of these: the first looks for magnitudes, the second waits until all that it needs
-have been found, and quantizes. It is launched ``delay`` slots after the first, which is as many as the longest user
-has: near enough to find the numbers still in the L2 cache, and late enough that whom it waits for has been launched
-before. GPUs start a grid's programs in order, so no program waits for one that can't start.
+:mod:`genrec.hstu.attention.triton_schedule`. Scales of a tensor, user or head take a pass of ``amax_kernel`` before.
 """
 
 from __future__ import annotations
 
-from genrec.hstu.attention import quantization, triton_jit
+from genrec.hstu.attention import quantization
 from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, kernel, tl
-from genrec.hstu.attention.triton_schedule import count_blocks, find_tile
+from genrec.hstu.attention.triton_schedule import find_tile
 from genrec.hstu.precision.formats import E4M3
 
 _BLOCK = constexpr(quantization.BLOCK)
 _MAX = constexpr(E4M3.max)
 _MAX_SCALE = constexpr(quantization.MAX_SCALE)
-_INTERPRETED = constexpr(triton_jit.INTERPRETED)
 _MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
 
@@ -38,14 +33,8 @@ def _load_block(x, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 
 @jit
 def _magnitudes(x):
-    """NaN where ``x`` is not finite, which maxima pass over. Written so that it takes one instruction."""
-    return tl.abs(x) + x * 0.0
-
-
-@jit
-def _number(x):
-    """0 where there was nothing to find the largest of."""
-    return tl.where(x == x, x, 0.0)
+    magnitudes = tl.abs(x)
+    return tl.where(magnitudes < float("inf"), magnitudes, 0.0)  # NaN is less than nothing
 
 
 @jit
@@ -60,11 +49,8 @@ def _descale_of(scale):
 
 @jit
 def _to_fp8(x, scale):
-    """NaN where ``x`` is not finite."""
-    values = x * scale + x * 0.0
-    if _INTERPRETED:  # GPUs saturate as they round.
-        values = tl.where(values == values, tl.clamp(values, -_MAX, _MAX), values)
-    return values.to(tl.float8e4nv)
+    values = tl.clamp(x * scale, -_MAX, _MAX)
+    return tl.where(tl.abs(x) < float("inf"), values, float("nan")).to(tl.float8e4nv)
 
 
 @jit
@@ -79,26 +65,36 @@ def _cell(user, head, num_heads, CELLS: tl.constexpr):
 
 
 @jit
-def _add_amax(x, amax, begin, first, length, head, x_row, x_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    block = _load_block(x + begin * x_row + head * x_head, first, length, x_row, DIM, DIM_BLOCK)
-    largest = _number(tl.max(tl.max(_magnitudes(block), axis=1), axis=0))
+def _add_amax(x, amax, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    block = _load_block(x, first, end, x_row, DIM, DIM_BLOCK)
+    largest = tl.max(tl.max(_magnitudes(block), axis=1), axis=0)
     # Of numbers that are not negative the order is that of their bits.
     tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@jit
-def _wait(count, length, num_heads, num_slots, delay, CELLS: tl.constexpr):
-    """Until the largest magnitude is known; not for users longer than the host was told, who would wait for ever."""
-    num_tiles = count_blocks(length, _BLOCK)
-    needed = num_tiles
-    if CELLS == "user":
-        needed = num_tiles * num_heads
-    if CELLS == "tensor":
-        needed = num_slots * num_heads
-    needed = tl.where(num_tiles > delay, 0, needed)
-    found = tl.atomic_add(count, 0, sem="acquire")
-    while found < needed:
-        found = tl.atomic_add(count, 0, sem="acquire")
+@kernel(per_batch=[*PER_BATCH, "num_cells"])
+def amax_kernel(
+    q, k, v, amax, num_cells, schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head,
+    num_users, num_rows, num_heads,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """amax: (PARTS, num_cells) int32, the bits of the largest magnitudes of the first 1 to 3 PARTS of q, k, v."""
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % num_heads
+    slot = tl.program_id(0) // PARTS // num_heads
+    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
+    first = tile * _BLOCK
+    if (first >= length) | (user == num_users):
+        return
+    amax += part * num_cells + _cell(user, head, num_heads, CELLS)
+    if part == 0:
+        _add_amax(q + begin * q_row + head * q_head, amax, first, length, q_row, QK_DIM, QK_BLOCK)
+    if PARTS > 1:
+        if part == 1:
+            _add_amax(k + begin * k_row + head * k_head, amax, first, length, k_row, QK_DIM, QK_BLOCK)
+        if part == 2:
+            _add_amax(v + begin * v_row + head * v_head, amax, first, length, v_row, V_DIM, V_BLOCK)
 
 
 @jit
@@ -111,7 +107,7 @@ def _scale_of_block(magnitudes, amax, CELLS: tl.constexpr):
     elif CELLS == "none":
         return tl.full((), 1.0, tl.float32)
     else:
-        return _scale_of(tl.load(amax, volatile=True).to(tl.float32, bitcast=True))  # past the L1 cache
+        return _scale_of(tl.load(amax).to(tl.float32, bitcast=True))
 
 
 @jit
@@ -128,10 +124,9 @@ def _store_descale(descale, scale, user, slot, begin, first, length, head, num_u
 @jit
 def _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK: tl.constexpr):
     """To (T, H, DIM_BLOCK)."""
-    rows = tl.arange(0, _BLOCK)[:, None]
-    out += ((begin + first) * num_heads + head) * DIM_BLOCK
-    places = rows * (num_heads * DIM_BLOCK) + tl.arange(0, DIM_BLOCK)[None, :]
-    tl.store(out + places, values, mask=first + rows < length)
+    rows = first + tl.arange(0, _BLOCK)[:, None]
+    places = ((begin + rows) * num_heads + head) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)[None, :]
+    tl.store(out + places, values, mask=rows < length)
 
 
 @jit
@@ -150,89 +145,55 @@ def _quantize_rows(
     _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS)
     if norm is not None:
         exact = values.to(tl.float32)
+        exact = tl.where(exact == exact, exact, 0.0)
         norms = tl.sqrt_rn(tl.sum(exact * exact, axis=1)) * _descale_of(scale)
-        longest = _number(tl.max(norms, axis=0))
+        longest = tl.max(norms, axis=0)
         tl.atomic_max(norm, longest.to(tl.int32, bitcast=True), mask=user < num_users, sem="relaxed")
 
 
 @jit
-def _quantize_values(
-    v, out, tiles, descale, tile_descale, amax, user, slot, begin, first, length, head, v_row, v_head,
-    num_users, num_heads, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
+def _quantize_tile(
+    v, tiles, descale, amax, user, slot, begin, first, length, head, v_row, v_head, num_users, num_heads,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """A block of v as operand of products over its rows, transposed in ``quantization.KEY_ORDER``, and over columns.
-
-    out, descale: of the latter, or None.
-    """
+    """A block of v as operand of products over its rows: transposed, in ``quantization.KEY_ORDER``."""
     block = _load_block(v + begin * v_row + head * v_head, first, length, v_row, DIM, DIM_BLOCK)
-    if user == num_users:
-        block = tl.zeros_like(block)
-    magnitudes = _magnitudes(block)
-    scale = _scale_of_block(magnitudes, amax, CELLS)
-    values = _to_fp8(block, scale[:, None] if CELLS == "row" else scale)
-    if out is not None:
-        _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK)
+    if CELLS == "row":
+        scale = _scale_of(tl.max(_magnitudes(block), axis=0))
+        columns = tl.arange(0, DIM_BLOCK)
+        tl.store(descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(scale))
+        values = _to_fp8(block, scale[None, :])
+    else:
+        scale = _scale_of_block(_magnitudes(block), amax, CELLS)
         _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS)
-    if user < num_users:
-        if CELLS == "row":
-            column_scale = _scale_of(tl.max(magnitudes, axis=0))
-            columns = tl.arange(0, DIM_BLOCK)
-            tl.store(tile_descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(column_scale))
-            by_rows = _to_fp8(block, column_scale[None, :])
-        else:
-            _store_descale(tile_descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS)
-            by_rows = values
-        by_keys = tl.permute(tl.reshape(by_rows, (_BLOCK // 16, 2, 4, 2, DIM_BLOCK)), (0, 2, 1, 3, 4))
-        places = tl.arange(0, DIM_BLOCK)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        tiles += (slot * num_heads + head).to(tl.int64) * (DIM_BLOCK * _BLOCK)
-        tl.store(tiles + places, tl.trans(tl.reshape(by_keys, (_BLOCK, DIM_BLOCK))))
+        values = _to_fp8(block, scale)
+    values = tl.permute(tl.reshape(values, (_BLOCK // 16, 2, 4, 2, DIM_BLOCK)), (0, 2, 1, 3, 4))
+    places = tl.arange(0, DIM_BLOCK)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    tiles += (slot * num_heads + head).to(tl.int64) * (DIM_BLOCK * _BLOCK)
+    tl.store(tiles + places, tl.trans(tl.reshape(values, (_BLOCK, DIM_BLOCK))))
 
 
-@kernel(per_batch=[*PER_BATCH, "num_cells", "num_slots", "delay"])
+@kernel(per_batch=[*PER_BATCH, "num_cells"])
 def quantize_kernel(
     q, k, v, q_out, k_out, v_out, v_tiles, q_descale, k_descale, v_descale, v_tile_descale, amax, num_cells, norms,
-    schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_rows, num_heads, num_slots, delay,
+    schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_rows, num_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """To FP8: q alone (PARTS = 1), or q, k and v (3).
+    """To FP8. The first 1 to 4 PARTS of: q and k by rows, v as tiles, v by rows; the others' pointers are None.
 
-    amax: (2, PARTS, num_cells) int32, zeros to begin with: bits of the largest magnitudes, and from how many blocks
-    they are; None where no scale is for more than a block. norms: (2, B, H) int32, zeros: bits of the norms of the
-    longest rows of q and k, or None.
+    amax: of ``amax_kernel``. norms: (2, B, H) int32, bits of the norms of the longest rows of q and k, from 0 on.
     """
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % num_heads
     slot = (tl.program_id(0) // PARTS // num_heads).to(tl.int64)
-    quantizes = True
-    if amax is not None:
-        quantizes = slot % 2 == 1
-        slot = slot // 2 - tl.where(quantizes, delay, 0)
-        if (slot < 0) | (slot >= num_slots):
-            return
     user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
     first = (tile * _BLOCK).to(tl.int32)
-    has_rows = first < length
-    if amax is not None:
-        amax += part * num_cells + _cell(tl.minimum(user, tl.maximum(num_users - 1, 0)), head, num_heads, CELLS)
-        count = amax + PARTS * num_cells
-        if quantizes == 0:
-            is_counted = has_rows & (user < num_users)
-            if is_counted:
-                if part == 0:
-                    _add_amax(q, amax, begin, first, length, head, q_row, q_head, QK_DIM, QK_BLOCK)
-                if PARTS > 1:
-                    if part == 1:
-                        _add_amax(k, amax, begin, first, length, head, k_row, k_head, QK_DIM, QK_BLOCK)
-                    if part == 2:
-                        _add_amax(v, amax, begin, first, length, head, v_row, v_head, V_DIM, V_BLOCK)
-            tl.atomic_add(count, 1, mask=is_counted | (CELLS == "tensor"), sem="release")
-            return
     if first >= length:
         return
     if amax is not None:
-        if user < num_users:
-            _wait(count, length, num_heads, num_slots, delay, CELLS)
+        cell = _cell(tl.minimum(user, tl.maximum(num_users - 1, 0)), head, num_heads, CELLS)
+        amax += tl.minimum(part, 2) * num_cells + cell
     if norms is not None:
         norms += (part * num_users + user) * num_heads + head
     if part == 0:
@@ -246,10 +207,17 @@ def quantize_kernel(
                 k, k_out, k_descale, amax, norms, user, slot, begin, first, length, head, k_row, k_head,
                 num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
             )  # fmt: skip
-        if part == 2:
-            _quantize_values(
-                v, v_out, v_tiles, v_descale, v_tile_descale, amax, user, slot, begin, first, length, head,
-                v_row, v_head, num_users, num_heads, V_DIM, V_BLOCK, CELLS,
+    if PARTS > 2:
+        if (part == 2) & (user < num_users):
+            _quantize_tile(
+                v, v_tiles, v_tile_descale, amax, user, slot, begin, first, length, head, v_row, v_head,
+                num_users, num_heads, V_DIM, V_BLOCK, CELLS,
+            )  # fmt: skip
+    if PARTS > 3:
+        if part == 3:
+            _quantize_rows(
+                v, v_out, v_descale, amax, None, user, slot, begin, first, length, head, v_row, v_head,
+                num_users, num_heads, V_DIM, V_BLOCK, CELLS,
             )  # fmt: skip
 
 

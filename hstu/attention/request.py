@@ -20,10 +20,7 @@ _MAX_TILE_ROWS = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What :func:`genrec.hstu.attention.hstu_attention` was asked for, but for q, k and v.
-
-    max_seqlen: None where the host doesn't know.
-    """
+    """What :func:`genrec.hstu.attention.hstu_attention` was asked for, but for q, k and v."""
 
     offsets: Tensor
     num_contexts: Tensor | None
@@ -32,7 +29,6 @@ class Request:
     alpha: float
     rules: MaskRules
     bias: RelativeBias | None
-    max_seqlen: int | None = None
 
     @property
     def num_users(self) -> int:

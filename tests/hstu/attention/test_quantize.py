@@ -42,9 +42,9 @@ def draw(*, width=32, value_width=40, dtype=torch.float32, heads=2):
     return q, k, v
 
 
-def request_of(lengths=LENGTHS, alpha=0.6, max_seqlen=None):
+def request_of(lengths=LENGTHS, alpha=0.6):
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
-    return Request(offsets, None, None, 100, alpha, MaskRules(), None, max_seqlen)
+    return Request(offsets, None, None, 100, alpha, MaskRules(), None)
 
 
 def run(q, k, v, request, mode, **kwargs):
@@ -89,36 +89,6 @@ def test_same_bits_as_pytorch(mode, dtype):
     assert_same(mine.v_tiles.descale, truth.v_tiles.descale, slots if SCALES[mode] == "row" else used)
     assert torch.equal(mine.weight_scale, truth.weight_scale)
     assert mine.q.values[-PADDING:].float().eq(0).all()
-
-
-@pytest.mark.parametrize("mode", ["per-tensor", "per-batch", "per-head"])
-def test_the_longest_user_known_or_not(mode):
-    """The same numbers: it says after how many blocks magnitudes are known, and what waits for them may start."""
-    q, k, v = draw()
-    schedule = launch.make_schedule(q, request_of())
-    unknown, known, beyond = (
-        launch_fp8.quantize_batch(q, k, v, schedule, request_of(max_seqlen=size), mode=mode, needs_grad=True)
-        for size in (None, max(LENGTHS), 10**6)
-    )
-    assert_same(known.q.values, unknown.q.values)
-    assert_same(known.v_tiles.values, unknown.v_tiles.values, written(mode, request_of(), q.shape[0])[1])
-    assert torch.equal(known.weight_scale, unknown.weight_scale)
-    assert torch.equal(known.weight_scale, beyond.weight_scale)
-
-
-@pytest.mark.parametrize("mode", ["per-batch", "per-head"])
-def test_a_user_longer_than_the_host_was_told_hangs_nothing(mode):
-    """Its scales may be too large, so that it saturates; those of the others are right."""
-    q, k, v = draw()
-    request = request_of(max_seqlen=128)
-    schedule = launch.make_schedule(q, request)
-    told, _ = (
-        launch_fp8.quantize_batch(q, k, v, schedule, request, mode=mode, needs_grad=False),
-        launch_fp8.quantize_grad(v, schedule, request, mode=mode),
-    )
-    right = launch_fp8.quantize_batch(q, k, v, schedule, request_of(), mode=mode, needs_grad=False)
-    start = int(request.offsets[-3])  # the two users of 129 and 300 come last
-    assert_same(told.q.values[:start], right.q.values[:start])
 
 
 @pytest.mark.parametrize("largest", [1e11, 1e19])
