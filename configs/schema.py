@@ -50,6 +50,7 @@ LOWER_IS_BETTER = ("NE", "LogLoss")
 BEST_METRICS = tuple(f"{protocol}{name}" for protocol in ("", "sequential/", "frozen/") for name in RANKING_METRICS)
 RETRIEVAL_METRIC = re.compile(r"(HR|NDCG|MRR)@[1-9][0-9]*")
 KV_CHANNELS_MULTIPLE = 8
+MAX_HANG_TIMEOUT_S = 1500.0
 MAX_SEED = 2**63 - 1
 
 
@@ -91,6 +92,8 @@ class TrainerArgs:
     device: str = "auto"  # "auto", "cpu", "cuda"
     attention_tiles: str = ""  # a file that benchmarks/attention_tiles.py wrote on such a GPU; "": the built-in tiles
     ema_decay: float | None = None  # evaluate an exponential moving average of the weights
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
+    hang_timeout_s: float | None = 600.0  # end where no rank gets on for so long, naming who hangs; None: never
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -99,7 +102,10 @@ class TrainerArgs:
         require_at_least(self, 0, "eval_interval", "seed", "profile_step_start", "warmup_steps")
         require(self, "seed", self.seed <= MAX_SEED, "must be below 2**63, being kept in 64 bits")
         require_minus_one_or_positive(self, "ckpt_save_interval")
-        require_positive(self, "grad_clip_norm")
+        require_positive(self, "grad_clip_norm", "hang_timeout_s")
+        sooner = self.hang_timeout_s is None or self.hang_timeout_s <= MAX_HANG_TIMEOUT_S
+        most = f"must be at most {MAX_HANG_TIMEOUT_S:.0f}: after half an hour PyTorch ends a collective, without a name"
+        require(self, "hang_timeout_s", sooner, most)
         require_fraction(self, "min_lr_ratio", below_one=False)
         require_fraction(self, "ema_decay")
         require_choice(self, "pipeline_type", ("none", "native", "prefetch"))

@@ -97,9 +97,12 @@ def evaluate(
     num_targets = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
     batches = iter(itertools.islice(loader, max_iters))
+    reading = f"reading a batch of the {split} split"
+    ranks.progress.enter(reading)
     with undisturbed(model), torch.no_grad():
         # All ranks have the same number of batches, so they end together.
         while (batch := _agreed(Attempt.of(lambda: _next(batches, split)), ranks)) is not None:
+            ranks.progress.enter(f"scoring the {split} split")
             on_device = batch.to(ranks.device)
             output = model(on_device)
             scores, labels = model.scores(output), model.binary_labels(output.labels)
@@ -108,6 +111,8 @@ def evaluate(
             num_targets.add_(len(labels))
             if table is not None:
                 table.add(on_device, scores=scores, labels=labels)
+            ranks.progress.enter(reading)
+    ranks.progress.enter(f"metrics of the {split} split")
     return Evaluation(split, protocol, metrics.compute(), int(ranks.sum(num_targets)))
 
 

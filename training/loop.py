@@ -35,7 +35,8 @@ class Loop:
     """Trains from ``step`` to ``total_steps``.
 
     ``evaluate(splits)``, ``save(step)`` and ``is_best(step, evaluations)``, whether a step is to be saved for what its
-    evaluations say, are given; none of them may change what training computes.
+    evaluations say, are given; none of them may change what training computes. Where saves go on in the background,
+    ``check_saves()`` raises, on any ranks, what one has met, and ``finish_saves()`` waits, on all, until all are whole.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Loop:
         evaluate: Callable[[Sequence[str]], list[Evaluation]],
         save: Callable[[int], None],
         is_best: Callable[[int, Sequence[Evaluation]], bool] = lambda step, evaluations: False,
+        check_saves: Callable[[], None] = lambda: None,
+        finish_saves: Callable[[], None] = lambda: None,
         first_step: int = 0,
     ) -> None:
         self.trainer = trainer
@@ -61,6 +64,8 @@ class Loop:
         self.evaluate = evaluate
         self.save = save
         self.is_best = is_best
+        self.check_saves = check_saves
+        self.finish_saves = finish_saves
         self.step = first_step
         self.total_steps = total_steps(trainer, loader)
 
@@ -77,8 +82,9 @@ class Loop:
         self.train_step.model.train()
         with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
             while self.step < self.total_steps:
-                batches = Attempt.of(lambda: self._next(micro_batches))
                 self.step += 1
+                self.ranks.progress.enter("reading a batch", step=self.step)
+                batches = Attempt.of(lambda: self._next(micro_batches))
                 result = self.train_step.attempt(batches, step=self.step, stop=stop_asked())
                 self._record(result)
                 profile_step()
@@ -88,14 +94,16 @@ class Loop:
         self.ranks.together(self.log.raise_failure)
 
     def _next(self, micro_batches: Iterator[list[Batch]]) -> Sequence[Batch]:
-        """The next step's batches. Raises what went wrong with them, or with the log since the step before.
+        """The next step's batches. Raises what went wrong with them, or with the log or a save since the step before.
 
-        Rank 0 alone writes the log; told with the loader's errors, its failure costs no collective of its own.
+        Told with the loader's errors, a failure that a rank alone knows of costs no collective of its own.
         """
         self.log.raise_failure()
+        self.check_saves()
         return next(micro_batches)
 
     def _record(self, result: StepResult) -> None:
+        self.ranks.progress.enter("writing the log")
         self.meter.add(result)
         line = self.meter.line(self.step, result.learning_rate)
         self.log.progress(self.step, line)
@@ -135,6 +143,7 @@ class Loop:
     def _stop(self) -> NoReturn:
         """Save this step, whose evaluation is made up for by the run that continues, and end."""
         self.save(self.step)
+        self.finish_saves()
         self.ranks.together(self.log.raise_failure)
         raise Stopped(self.step)
 

@@ -26,7 +26,8 @@ from genrec.model.ranking import RankingModel
 from genrec.training import restore, same_run, warm_start
 from genrec.training.average import WeightAverage
 from genrec.training.best import BestCheckpoint
-from genrec.training.checkpoint import CheckpointStore, read_host, resolve_checkpoint
+from genrec.training.checkpoint import read_host, resolve_checkpoint
+from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.datasets import RunData
 from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
 from genrec.training.metrics import RankingMetrics
@@ -134,7 +135,9 @@ class Run(Evaluator):
         self.average: WeightAverage | None = None
         self.output_dir = Path(trainer.output_dir)
         directory = Path(trainer.ckpt_save_dir) if trainer.ckpt_save_dir else self.output_dir / "checkpoints"
-        self.store = CheckpointStore(directory, keep=trainer.keep_checkpoints, ranks=ranks)
+        self.store = CheckpointStore(
+            directory, keep=trainer.keep_checkpoints, ranks=ranks, in_background=trainer.async_save
+        )
         metric = trainer.best_metric
         self.best = None if metric is None else BestCheckpoint(metric, protocols=self.data.protocols)
         self.meter = Meter()
@@ -154,6 +157,7 @@ class Run(Evaluator):
         """As of an Evaluator, and make what trains the model."""
         super().place()
         trainer = self.config.trainer
+        self.store.open()
         self.optimizers = build_optimizers(self.model, self.config.optimizer)
         if trainer.ema_decay is not None:
             self.average = WeightAverage(self.model, decay=trainer.ema_decay)
@@ -200,7 +204,11 @@ class Run(Evaluator):
         return 0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of everything that training computes from, where ``step`` has none yet."""
+        """Write a checkpoint of everything that training computes from, where ``step`` has none yet.
+
+        With TrainerArgs.async_save it is being written as this returns.
+        """
+        self.ranks.progress.enter("saving")
         if step == self._saved_step:  # saved before it was evaluated
             if self.best is not None and self.best.step == step:
                 self.store.mark_best(step)
@@ -216,8 +224,7 @@ class Run(Evaluator):
         tensors = collect_tensors(self.state)
         self.ranks.together(lambda: self._check_finite(step))
         best_step = None if self.best is None else self.best.step
-        path = self.store.save(step, tensors=tensors, host=host, texts=self._texts, best_step=best_step)
-        LOG.info("saved %s", path)
+        self.store.save(step, tensors=tensors, host=host, texts=self._texts, best_step=best_step)
         self._saved_step = step
 
     def _check_finite(self, step: int) -> None:

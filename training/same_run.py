@@ -22,7 +22,7 @@ FREE_FIELDS = {
     "RankingArgs": ("eval_metrics",),
     "TrainerArgs": (
         *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "ckpt_load_parts"),
-        *("keep_checkpoints", "best_metric"),
+        *("keep_checkpoints", "best_metric", "async_save", "hang_timeout_s"),
         *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
         *("profile", "profile_step_start", "profile_step_end", "pipeline_type", "nonfinite", "device"),
     ),

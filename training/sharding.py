@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from genrec.configs.schema import ConfigError, UnavailableError, UserError
 from genrec.training.optim import sharded_parameters
+from genrec.training.progress import Progress
 
 T = TypeVar("T")
 
@@ -55,11 +56,16 @@ class Attempt(Generic[T]):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place among all of them, and its device."""
+    """This rank's place among all of them, its device, and how far it is.
+
+    group: by which a thread of its own meets those of the other ranks; None: the one that all have joined.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -69,14 +75,16 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """``tensor`` summed over ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            with self.progress.collective("all-reduce"):
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def sum_counts(self, counts: Sequence[int]) -> list[int]:
         """Whole numbers summed over ranks; of one rank they never go to the device and back."""
         if self.world_size == 1:
             return list(counts)
-        sums: list[int] = self.sum(torch.tensor(counts, dtype=torch.int64, device=self.device)).tolist()
+        with self.progress.collective("all-reduce"):  # NCCL waits for the other ranks as the sums come to the host
+            sums: list[int] = self.sum(torch.tensor(counts, dtype=torch.int64, device=self.device)).tolist()
         return sums
 
     def gather(self, value: T) -> list[T]:
@@ -84,7 +92,8 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with self.progress.collective("all-gather"):
+            dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -105,7 +114,7 @@ class Ranks:
         first = self.gather(error is not None).index(True)
         if error is None or self.rank != first:
             raise PeerStopped(f"rank {first} stopped with an error")
-        if self.is_main or not isinstance(error, UserError):
+        if self.is_main or not isinstance(error, UserError) or isinstance(error, RankError):
             raise error
         raise RankError(f"rank {self.rank}: {error}") from error
 

@@ -120,9 +120,10 @@ class TrainStep:
         """
         own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches.value or ()]
         counts = [sum(column) for column in zip((0, 0, 0), *own, strict=True)]
-        num_targets, num_tokens, num_users, num_failed, num_stop = self.ranks.sum_counts(
-            [*counts, int(batches.error is not None), int(stop)]
-        )
+        with self.ranks.progress.collective("all-reduce", "counts"):
+            num_targets, num_tokens, num_users, num_failed, num_stop = self.ranks.sum_counts(
+                [*counts, int(batches.error is not None), int(stop)]
+            )
         micro_batches = self.ranks.settle(batches, num_failed=num_failed)
         learning_rate = self.set_learning_rates(step)
         loss_sum, finite = self._train(micro_batches, num_targets, step=step) if num_targets else (0.0, True)
@@ -146,6 +147,7 @@ class TrainStep:
         )
         loss_sum, finite = self._agree(self._backward(batches, num_targets), self._clip())
         if finite:
+            self.ranks.progress.enter("optimizer")
             self._update(step)
         self._drop_gradients()  # those of sharded tables among them, where they have not been used
         if not finite:
@@ -167,7 +169,9 @@ class TrainStep:
         return loss_sum
 
     def _backward_one(self, batch: Batch, scale: float) -> Tensor:
+        self.ranks.progress.enter("forward")
         loss = self.model(batch.to(self.ranks.device, non_blocking=True)).loss_per_target.sum()
+        self.ranks.progress.enter("backward")
         (loss * scale).backward()
         return loss.detach().double()
 
@@ -190,7 +194,8 @@ class TrainStep:
         if self._fp8_weights:  # a cast to FP8 hides infinite weights as it does inputs
             amaxes = torch._foreach_norm(self._fp8_weights, float("inf"))
             bad = bad | torch.stack(amaxes).isfinite().logical_not().any()
-        total, num_bad = self.ranks.sum(torch.stack([loss_sum, bad.double()])).tolist()
+        with self.ranks.progress.collective("all-reduce", "loss and finiteness"):
+            total, num_bad = self.ranks.sum(torch.stack([loss_sum, bad.double()])).tolist()
         return total, math.isfinite(total) and not num_bad
 
     def _update(self, step: int) -> None:
@@ -210,6 +215,7 @@ class TrainStep:
     def _locate(self, batches: Sequence[Batch], num_targets: int, start: StepStart) -> str:
         device = self.ranks.device
         start.rewind_random(device)
+        self.ranks.progress.enter("replay of the step")
         try:
             return locate(
                 self._bare,

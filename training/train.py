@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs
 from genrec.training.command_line import add_gin_arguments, run_for_user, script_directory
 from genrec.training.console import setup_logging, show_table
+from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import balance_sentence, print_results, write_report
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
@@ -24,8 +26,9 @@ from genrec.training.report import RunLog
 from genrec.training.run import Run
 from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group, replicate
 from genrec.training.step import TrainStep
-from genrec.training.stopping import listening
+from genrec.training.stopping import Stopped, listening
 from genrec.training.table_plan import placement_table
+from genrec.training.watchdog import watching
 
 LOG = logging.getLogger(__name__)
 FINAL_SPLITS = ("valid", "test")
@@ -34,7 +37,7 @@ BALANCE_BATCHES = 50  # global batches that the report on balance looks at
 
 def main(task: Task, argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code: 0 for an end or a stop that was asked for (SIGTERM), 2 for
-    what the user can mend, 3 for a loss gone NaN.
+    what the user can mend, 3 for a loss gone NaN. Where a rank hangs, all of them end with 4 (watchdog.py).
     """
     args = _parser().parse_args(argv)
     setup_logging(is_main=is_main_process())
@@ -72,17 +75,25 @@ def train(config: ExperimentConfig) -> list[Line]:
     Raises Stopped where it was asked to stop (SIGTERM), with all that is done saved.
     """
     require_available(config)
-    with listening(), process_group(config.trainer.device) as ranks:
+    trainer = config.trainer
+    with (
+        listening(),
+        process_group(trainer.device) as ranks,
+        watching(ranks, timeout_s=trainer.hang_timeout_s, folder=Path(trainer.output_dir) / "hang"),
+    ):
         check_same_config(ranks, config.digest)
         use_deterministic_algorithms(config.trainer.deterministic)
+        ranks.progress.enter("reading the data and building the model")
         run = ranks.together(lambda: Run(config, ranks=ranks))
         check_same_data(ranks, run.data.identity)
+        ranks.progress.enter("placing the model")
         run.place()
         if not config.network.history_is_causal:
             LOG.info("evaluates the frozen protocol alone: the history sees ahead, so sequential scores would leak")
         if ranks.is_main:
             show_table("what runs in which precision:", precision_table(model_rows(run.model, config)))
             show_table("embedding tables, with the moments of their optimizer:", placement_table(run.placements))
+        ranks.progress.enter("looking for a checkpoint and reading it")
         first_step = run.start()
         ranks.together(lambda: run.write_config() if ranks.is_main else None)
         steps = total_steps(config.trainer, run.loader)
@@ -95,6 +106,7 @@ def train(config: ExperimentConfig) -> list[Line]:
                 LOG.info("this run is finished: step %d of %d is done", first_step, steps)
             return _finish(run, log, step=max(first_step, steps))
         finally:
+            run.store.close()
             log.close()
 
 
@@ -132,6 +144,8 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         evaluate=run.evaluate_splits,
         save=run.save,
         is_best=run.is_best,
+        check_saves=run.store.check,
+        finish_saves=run.store.finish,
         first_step=first_step,
     )
     loop.run()
@@ -160,6 +174,15 @@ def say_balance(run: Run, log: RunLog, *, step: int) -> None:
     LOG.info(balance_sentence(line))
 
 
+def _final_evaluations(run: Run) -> list[Evaluation]:
+    """Of the last step, which meanwhile may be being saved; where this is stopped, it is to be whole all the same."""
+    try:
+        return run.evaluate_splits(FINAL_SPLITS)
+    except Stopped:
+        run.store.finish()
+        raise
+
+
 def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
     """The final evaluation, unless an earlier start of this run has done it, and the report."""
 
@@ -169,14 +192,16 @@ def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
         return run.ranks.gather(lines)[0]
 
     if not recorded():
-        evaluations = run.evaluate_splits(FINAL_SPLITS)
+        evaluations = _final_evaluations(run)
         log.evaluations(step, evaluations)
         run.ranks.together(log.raise_failure)
         if run.is_best(step, evaluations):
             run.store.mark_best(step)
+    run.store.finish()
     log.close()
     results = recorded()
     if run.ranks.is_main:
+        run.ranks.progress.enter("writing the report")
         num_skipped = sum(line["event"] == "skipped" for line in log.lines())
         if num_skipped:
             LOG.warning("%d of %d steps were left out: a loss or a gradient was not finite", num_skipped, step)

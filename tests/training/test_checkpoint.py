@@ -14,12 +14,12 @@ import torch
 from genrec.configs.schema import UserError
 from genrec.training.checkpoint import (
     CheckpointError,
-    CheckpointStore,
     newest_checkpoint,
     read_host,
     read_tensors,
     resolve_checkpoint,
 )
+from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.sharding import Ranks
 from genrec.training.state import random_state, set_random_state
 from genrec.training.train import train
@@ -141,17 +141,17 @@ def test_starting_from_another_model_names_the_tensor(tmp_path, tiny_config):
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from genrec.training import checkpoint, train
+from genrec.training import checkpoint_store, train
 
 moment, saves = sys.argv[1], []
-write_tensors, rename = checkpoint._write_tensors, Path.rename
+write_tensors, rename = checkpoint_store.write_tensors, Path.rename
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def dying_write(path, tensors):
+def dying_write(path, tensors, ranks):
     saves.append(path)
-    write_tensors(path, tensors)
+    write_tensors(path, tensors, ranks)
     if len(saves) == 2 and moment == "half a file":
         data = next(path.glob("*.distcp"))
         data.write_bytes(data.read_bytes()[:1000])
@@ -166,7 +166,7 @@ def dying_rename(self, target):
         die()
     return result
 
-checkpoint._write_tensors = dying_write
+checkpoint_store.write_tensors = dying_write
 Path.rename = dying_rename
 sys.exit(train.main("ranking", sys.argv[2:]))
 """
