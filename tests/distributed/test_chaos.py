@@ -54,6 +54,7 @@ RUNS = {
         ("DatasetArgs.num_workers = 1", "TrainerArgs.eval_interval = 7", "TrainerArgs.best_metric = 'AUC'"),
     ),
     "two ranks, sharded tables": (2, SHARDED),
+    "two ranks, sharded tables, saves in the background": (2, (*SHARDED, "TrainerArgs.async_save = True")),
 }
 STEPS_BETWEEN_KILLS = 6  # at most, so that a run has a known number of steps to be killed in
 SAVE_INTERVAL = 3
