@@ -114,7 +114,7 @@ def test_imports_are_absolute_and_never_by_folder_name():
 def test_environment_variables_are_not_feature_switches():
     """Only what torchrun sets is read from the environment, and what cuBLAS reads is set in it."""
     allowed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG"}
-    allowed.add("TORCHELASTIC_RESTART_COUNT")
+    allowed |= {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"}
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):

@@ -19,6 +19,7 @@ from genrec.training.preflight import require_available
 from genrec.training.report import evaluation_line
 from genrec.training.run import Evaluator
 from genrec.training.sharding import Ranks, is_main_process, process_group
+from genrec.training.watchdog import watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,11 @@ def score(
     """
     require_available(config)
     table = ScoreTable()
-    with process_group(config.trainer.device) as ranks:
+    trainer = config.trainer
+    with (
+        process_group(trainer.device) as ranks,
+        watching(ranks, timeout_s=trainer.hang_timeout_s, folder=Path(trainer.output_dir) / "hang"),
+    ):
         if scores_path is not None:
             ranks.together(lambda: _check_target(scores_path) if ranks.is_main else None)
         evaluator = ranks.together(lambda: Evaluator(config, ranks=ranks, splits=(split,)))

@@ -1,4 +1,7 @@
-"""Copies of a rank's tensors in host memory, to be written while training changes the tensors themselves."""
+"""Copies of a rank's tensors in host memory, to be written while training changes the tensors themselves.
+
+torch.distributed.checkpoint's own DefaultStager cannot copy a ShardedTensor, which TorchRec's tables are (torch 2.13).
+"""
 
 from __future__ import annotations
 
