@@ -132,7 +132,7 @@ class CheckpointStore:
         try:
             note("making the folder of a checkpoint", step=content.step)
             _main_only(lambda: self._begin(writing), ranks)
-            note("writing a rank's own file of a checkpoint")
+            note("writing the host state of a checkpoint")
             ranks.together(lambda: on_disk(lambda: write_host(writing, ranks.rank, content.host)))
             on_disk(lambda: write_tensors(writing, content.tensors, ranks))
             note("sealing a checkpoint")

@@ -75,7 +75,6 @@ class Watchdog:
         self.interval_s = min(MAX_INTERVAL_S, timeout_s / 10)
         self._store = store
         self._words: dict[int, Word] = {}
-        self._activity = Activity()
         # In seconds of this process: time in which it was stopped, with all others perhaps, is nobody's fault.
         self._clock = self._changed_at = self._answered_at = 0.0
         self._accusation: str | None = None
@@ -106,7 +105,7 @@ class Watchdog:
             now = time.monotonic()
             self._clock += min(now - last, 2 * self.interval_s)
             last = now
-            self._activity, current = self.ranks.progress.read()
+            _, current = self.ranks.progress.read()
             if current != sign:
                 sign, self._changed_at = current, self._clock
             self._judge()
@@ -122,7 +121,7 @@ class Watchdog:
 
     def _report_of(self, rank: int) -> RankReport:
         if rank == self.ranks.rank:
-            return RankReport(rank, self._activity, self._idle_s)
+            return RankReport(rank, self.ranks.progress.read()[0], self._idle_s)
         word = self._words.get(rank)
         if word is None:
             return RankReport(rank, Activity(), 0.0)

@@ -49,6 +49,15 @@ HANGS = {  # what makes rank 1 hang, bindings, and what is said of both ranks
         ),
         "sleeping",
     ),
+    "in a save": (
+        "checkpoint_store.write_host = sleep_at(2, checkpoint_store.write_host)",
+        (),
+        (
+            "rank 1 has not entered all-reduce after 'writing the host state of a checkpoint' of step 4, in which rank",
+            "rank 1 is in 'writing the host state of a checkpoint' of step 4 for ",
+        ),
+        "sleeping",
+    ),
     "in the background of a save": (
         "FileSystemWriter.write_data = sleep_at(2, FileSystemWriter.write_data)",
         ("TrainerArgs.async_save = True",),
