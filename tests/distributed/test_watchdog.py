@@ -108,8 +108,8 @@ from pathlib import Path
 from genrec.training.sharding import process_group
 from genrec.training.watchdog import watching
 
-folder, happens = json.loads(sys.argv[1])
-with process_group("cpu") as ranks, watching(ranks, timeout_s=1.5, folder=Path(folder)):
+folder, happens, timeout_s = json.loads(sys.argv[1])
+with process_group("cpu") as ranks, watching(ranks, timeout_s=timeout_s, folder=Path(folder)):
     for step in range(1, 5):
         ranks.progress.enter("reading a batch", step=step)
         if step == 2:
@@ -130,21 +130,23 @@ if ranks.rank == 1:
         ranks.progress.sign()
         time.sleep(0.6)
 """
-# Both are stopped and go on: nobody's fault.
+# All are stopped for longer than the timeout, and go on: nobody's fault, though what they do takes a while yet.
 PAUSED = """
-Path(folder + f"_{ranks.rank}").touch()
-time.sleep(0.5)
+for number in range(20):
+    if number == 8:
+        Path(folder + f"_{ranks.rank}").touch()
+    time.sleep(0.1)
 """
 
 
 def test_a_stopped_process_is_named_by_the_others_and_a_slow_rank_is_waited_for(tmp_path, start_ranks):
     num_ranks = 3
     happens = {"stopped_1": STOPPED.format(1), "stopped_0": STOPPED.format(0), "slow": SLOW, "paused": PAUSED}
-    ranks = {
-        name: start_ranks(num_ranks, STEPS, [str(tmp_path / name), code], log=tmp_path / f"{name}.log")
-        for name, code in happens.items()
-    }
-    pause_all(ranks["paused"], [tmp_path / f"paused_{rank}" for rank in range(num_ranks)], seconds=3.0)
+    ranks = {}
+    for name, code in happens.items():
+        value = [str(tmp_path / name), code, 4.0 if name == "paused" else 1.5]
+        ranks[name] = start_ranks(num_ranks, STEPS, value, log=tmp_path / f"{name}.log")
+    pause_all(ranks["paused"], [tmp_path / f"paused_{rank}" for rank in range(num_ranks)], seconds=6.0)
     assert ended(ranks["slow"], timeout_s=30, which=(0, 1, 2)) == [0, 0, 0], ranks["slow"].log.read_text()
     assert ended(ranks["paused"], timeout_s=30, which=(0, 1, 2)) == [0, 0, 0], ranks["paused"].log.read_text()
 
