@@ -6,9 +6,11 @@ torch.distributed.checkpoint's own DefaultStager cannot copy a ShardedTensor, wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 from torch.distributed.tensor import DTensor
@@ -39,13 +41,15 @@ class Staging:
     def _copy(self, name: str, tensor: Tensor, before: dict[str, Tensor]) -> Tensor:
         if isinstance(tensor, ShardedTensor):
             shards = [
-                Shard(self._copy_part(f"{name}[{number}]", shard.tensor, before), shard.metadata)
+                Shard(self._copy_part(f"{name}[{number}]", shard.tensor, before), _on_host(shard.metadata))
                 for number, shard in enumerate(tensor.local_shards())
             ]
-            # The base class's, which doesn't ask that shards lie on the device that their metadata name.
-            return ShardedTensorBase._init_from_local_shards_and_global_metadata(
+            # The base class's, which doesn't ask that shards lie where the metadata of the whole say.
+            copied: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(
                 shards, sharded_tensor_metadata=tensor.metadata()
             )
+            copied._process_group = tensor._process_group  # of which every operator on it asks
+            return copied
         if isinstance(tensor, DTensor):
             part = self._copy_part(name, tensor.to_local(), before)
             return DTensor(part, tensor._spec, requires_grad=False)
@@ -58,3 +62,9 @@ class Staging:
         memory.copy_(tensor.detach(), non_blocking=True)
         self._memory[name] = memory
         return memory
+
+
+def _on_host(shard: ShardMetadata) -> ShardMetadata:
+    """The place of a shard's copy: of the same rows and columns, but in host memory."""
+    assert shard.placement is not None
+    return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), f"rank:{shard.placement.rank()}/cpu")
