@@ -34,6 +34,8 @@ def _missing_of_run(config: ExperimentConfig) -> Iterator[str]:
     parallel_size = config.tensor_parallel.tensor_model_parallel_size
     if parallel_size > 1:
         yield f"TensorModelParallelArgs.tensor_model_parallel_size = {parallel_size} (tensor parallelism), 1 is"
+    if config.trainer.dense_parallel == "fsdp2" and parallel_size > 1:
+        yield "TrainerArgs.dense_parallel = 'fsdp2' with tensor parallelism, 'ddp' is"
 
 
 def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:

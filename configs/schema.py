@@ -94,6 +94,7 @@ class TrainerArgs:
     ema_decay: float | None = None  # evaluate an exponential moving average of the weights
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     hang_timeout_s: float | None = 600.0  # end where no rank gets on for so long, naming who hangs; None: never
+    dense_parallel: str = "ddp"  # "ddp": every rank holds the dense weights whole; "fsdp2": each a part of them
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -117,6 +118,7 @@ class TrainerArgs:
         require_choice(self, "lr_schedule", ("constant", "linear", "cosine"))
         require_choice(self, "nonfinite", ("stop", "skip", "locate"))
         require_choice(self, "device", ("auto", "cpu", "cuda"))
+        require_choice(self, "dense_parallel", ("ddp", "fsdp2"))
         require(self, "output_dir", bool(self.output_dir), "must name a folder")
         iters = self.max_train_iters
         if iters is not None:

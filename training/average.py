@@ -7,13 +7,16 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from genrec.training.dense_parallel import own_part
 
 
 class WeightAverage:
     """``average <- d * average + (1 - d) * weight`` after each step, in float32.
 
     d is min(decay, (1 + step) / (10 + step)), so that a short run does not average over its random start
-    (as TensorFlow's ExponentialMovingAverage with num_updates).
+    (as TensorFlow's ExponentialMovingAverage with num_updates). Each rank averages what it holds of a weight.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -25,17 +28,24 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Take in the weights after optimizer step ``step`` (1, 2, ...)."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        weights = [p.detach().float() for p in self._parameters.values()]
-        torch._foreach_lerp_(list(self.tensors.values()), weights, 1 - decay)
+        weights = [own_part(p).float() for p in self._parameters.values()]
+        torch._foreach_lerp_([own_part(tensor) for tensor in self.tensors.values()], weights, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Within it the model computes with the average; afterwards its own weights are back, bit for bit."""
-        own = {name: parameter.data for name, parameter in self._parameters.items()}
+        # FSDP2 gathers from memory of its own, so its parameters take other values there, not other memory.
+        parts = {name: own_part(p) for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        kept = {name: part.clone() for name, part in parts.items()}
+        own = {name: p.data for name, p in self._parameters.items() if name not in parts}
         try:
-            for name, parameter in self._parameters.items():
-                parameter.data = self.tensors[name].to(parameter.dtype)
+            for name, part in parts.items():
+                part.copy_(own_part(self.tensors[name]))
+            for name in own:
+                self._parameters[name].data = self.tensors[name].to(self._parameters[name].dtype)
             yield
         finally:
-            for name, parameter in self._parameters.items():
-                parameter.data = own[name]
+            for name, part in parts.items():
+                part.copy_(kept[name])
+            for name in own:
+                self._parameters[name].data = own[name]

@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from genrec.configs.schema import UserError
 
@@ -96,19 +97,31 @@ def resolve_checkpoint(path: Path) -> Path:
     return found
 
 
-def read_tensors(path: Path, *, prefixes: tuple[str, ...], without: Sequence[str] = ()) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names start with one of ``prefixes``, whole, on the CPU; not ``without``."""
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _entries(path).items()
-        if name.startswith(prefixes) and name not in without
-    }
+def read_tensors(
+    path: Path,
+    *,
+    prefixes: tuple[str, ...],
+    without: Sequence[str] = (),
+    like: Callable[[str], DTensor | None] = lambda name: None,
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names start with one of ``prefixes``, whole, on the CPU; not ``without``.
+
+    Where ``like`` of a name is a DTensor of the same shape, this rank's part alone, as that one's and where it is.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, entry in _entries(path).items():
+        if name.startswith(prefixes) and name not in without:
+            model, dtype = like(name), entry.properties.dtype
+            if model is not None and model.shape == entry.size:
+                tensors[name] = torch.empty_like(model.detach(), dtype=dtype)
+            else:
+                tensors[name] = torch.empty(entry.size, dtype=dtype)
     read_into(path, tensors)
     return tensors
 
 
 def read_into(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill ``targets``, whole tensors and ShardedTensors, from a checkpoint's tensors of the same names.
+    """Fill ``targets``, whole tensors, ShardedTensors and DTensors, from a checkpoint's tensors of the same names.
 
     Raises CheckpointError where one is not there or has another shape.
     """

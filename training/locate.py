@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from genrec.data.batch import Batch
 from genrec.hstu.linear import is_fp8
+from genrec.training.dense_parallel import own_part, total_norm
 from genrec.training.sharding import Ranks
 
 
@@ -60,7 +61,8 @@ def locate(model: nn.Module, batches: Sequence[Batch], *, loss_scale: float, ran
             loss = model(batch).loss_per_target.sum()
             watch.check_loss(loss)
             (loss * loss_scale).backward()
-    findings = ranks.gather(watch.found or _unsound_gradient(model, "the gradient of {}, added over micro-batches"))
+    own = _gradients(model, over_ranks=False)
+    findings = ranks.gather(watch.found or _unsound_gradient(own, "the gradient of {}, added over micro-batches"))
     for rank, finding in enumerate(findings):
         if finding is not None:
             on_rank = f" on rank {rank}" if ranks.world_size > 1 else ""
@@ -70,28 +72,38 @@ def locate(model: nn.Module, batches: Sequence[Batch], *, loss_scale: float, ran
 
 def _located_in_sum(model: nn.Module, ranks: Ranks) -> str:
     """What is left where every rank alone is finite: the sum over ranks, then the norm of all gradients."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            ranks.sum(parameter.grad.div_(ranks.world_size))  # as DDP does
-    summed = _unsound_gradient(model, "the gradient of {}, added over ranks")
-    if summed is not None:
-        return f"in a replay of the step every rank is finite alone, but not {summed.sentence()}"
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if not torch.nn.utils.get_total_norm(gradients.values()).isfinite():
-        sizes = {name: _finite_amax([gradient]) or 0.0 for name, gradient in gradients.items()}
-        largest = max(sizes, key=lambda name: sizes[name])
+    own = _gradients(model, over_ranks=False)
+    for gradient in own.values():
+        ranks.sum(gradient.div_(ranks.world_size))  # as DDP does
+    gradients = own | _gradients(model, over_ranks=True)
+    for summed in ranks.gather(_unsound_gradient(gradients, "the gradient of {}, added over ranks")):
+        if summed is not None:
+            return f"in a replay of the step every rank is finite alone, but not {summed.sentence()}"
+    if not total_norm(list(gradients.values())).isfinite():
+        size, largest = max(ranks.gather(_largest(gradients)))
         return (
             "in a replay of the step every gradient is finite, but not their global norm: the largest magnitude is "
-            f"{sizes[largest]:.4g}, in the gradient of {largest}"
+            f"{size:.4g}, in the gradient of {largest}"
         )
     return "a replay of the step was finite, so it depends on more than weights, batches, random numbers and scales"
 
 
-def _unsound_gradient(model: nn.Module, what: str) -> Finding | None:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
+def _gradients(model: nn.Module, *, over_ranks: bool) -> dict[str, Tensor]:
+    """By name: those that FSDP2 has averaged over ranks, of which each has a part; or the others, a rank's own."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: gradient for name, gradient in gradients.items() if isinstance(gradient, DTensor) == over_ranks}
+
+
+def _unsound_gradient(gradients: Mapping[str, Tensor], what: str) -> Finding | None:
+    for name, gradient in gradients.items():
+        if not own_part(gradient).isfinite().all():
             return Finding(what, name)
     return None
+
+
+def _largest(gradients: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest magnitude that this rank has, and the name of its gradient."""
+    return max((_finite_amax([own_part(gradient)]) or 0.0, name) for name, gradient in gradients.items())
 
 
 @dataclass(eq=False)
@@ -124,22 +136,20 @@ class _Watch:
         self.found: Finding | None = None
         self._names = {module: name or "the model" for name, module in model.named_modules()}
         self._calls: dict[nn.Module, _Call] = {}
+        self._handles: list[Any] = []
+        self._parameters = WeakTensorKeyDictionary()  # those that have a hook
         self._places = WeakTensorKeyDictionary()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Within it every module and parameter of the model is watched."""
-        handles: list[Any] = []
         try:
             for module in self._names:
-                handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-                for name, parameter in module.named_parameters(recurse=False):
-                    if parameter.requires_grad:
-                        handles.append(parameter.register_hook(self._parameter_hook(module, name)))
+                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
             yield
         finally:
-            for handle in handles:
+            for handle in self._handles:
                 handle.remove()
 
     def check_loss(self, loss: Tensor) -> None:
@@ -150,13 +160,21 @@ class _Watch:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = list(_float_tensors((args, kwargs)))
         call = self._calls[module] = _Call(self._names[module], module, _finite_amax(inputs))
+        self._watch_parameters(module)
         if not _all_finite(inputs):
             self._find("an input of {}, made by the code before it", call)
+
+    def _watch_parameters(self, module: nn.Module) -> None:
+        """In its forward, when FSDP2 has put the whole parameters there, whose gradients are the rank's own."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in self._parameters:
+                self._parameters[parameter] = None
+                self._handles.append(parameter.register_hook(self._parameter_hook(module, name)))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._calls[module]
         outputs = list(_float_tensors(output))
-        unsound = [name for name, p in module.named_parameters(recurse=False) if not p.isfinite().all()]
+        unsound = [name for name, p in module.named_parameters(recurse=False) if not own_part(p).isfinite().all()]
         if not _all_finite(outputs):
             because = f", whose {unsound[0]} is not finite either" if unsound else ""
             what = "the loss of {}" if module is self.model else "the output of {}"
@@ -200,7 +218,9 @@ class _Watch:
 
     def _find(self, what: str, call: _Call) -> None:
         if self.found is None:
-            scaling = call.module.scaling_report() if is_fp8(call.module) else {}
+            # Of a weight in parts it would take the other ranks, who may have found nothing.
+            is_whole = is_fp8(call.module) and not isinstance(call.module.weight, DTensor)
+            scaling = call.module.scaling_report() if is_fp8(call.module) and is_whole else {}
             self.found = Finding(what, call.name, call.amax, call.gradient_amax, scaling)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchrec.distributed.types import ShardedModule
@@ -103,9 +104,13 @@ class LearningRateSchedule:
 
 
 def _optimizer(name: str, groups: list[dict[str, Any]], *, learning_rate: float, args: OptimizerArgs) -> Optimizer:
-    """The named optimizer. PyTorch's own run fused: one pass over the weights, on the CPU too."""
+    """The named optimizer. PyTorch's own run fused: one pass over the weights, on the CPU too.
+
+    Its fused SGD knows no DTensors, which FSDP2's weights are: of them it takes all of a group at a time.
+    """
     if name == "sgd":
-        return SGD(groups, lr=learning_rate, fused=True)
+        parts = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        return SGD(groups, lr=learning_rate, fused=not parts, foreach=parts)
     if name == "rowwise_adagrad":
         return RowWiseAdagrad(groups, lr=learning_rate, eps=args.adam_eps)
     optimizer_type = {"adam": Adam, "adamw": AdamW}[name]

@@ -1,14 +1,14 @@
 """Reads a checkpoint into a run: all of it to continue, the weights to evaluate, or parts of it to start from.
 
 Checkpoints hold whole tensors under names that don't depend on the ranks (state.py), so each rank reads what it needs:
-whole tensors, or into its shards of tables, by torch.distributed.checkpoint.
+whole tensors, its part of dense weights, or into its shards of tables, by torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -26,8 +26,10 @@ from genrec.training.state import (
     PRECISION,
     TrainingState,
     checkpoint_name,
+    parted_weights,
     sharded_moments,
     sharded_weights,
+    weight_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
     """
     prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
     in_place = sharded_targets(state)
-    put_back(read_tensors(path, prefixes=prefixes, without=list(in_place)), path, state)
+    put_back(read_for(path, state, prefixes=prefixes, without=list(in_place)), path, state)
     read_into(path, in_place)
 
 
@@ -57,8 +59,16 @@ def restore_for_evaluation(path: Path, state: TrainingState) -> None:
     read_into(path, {f"{AVERAGE}{name}": sharded[name] for name in averaged if name in sharded})
 
 
+def read_for(
+    path: Path, state: TrainingState, *, prefixes: tuple[str, ...], without: Sequence[str]
+) -> dict[str, Tensor]:
+    """``read_tensors``; of dense weights that ranks share, of their moments and averages too, this rank's part."""
+    parted = parted_weights(state.model)
+    return read_tensors(path, prefixes=prefixes, without=without, like=lambda name: parted.get(weight_of(name)))
+
+
 def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) -> None:
-    """The same of tensors that have been read, whole; sharded tables are not among them."""
+    """The same of tensors that ``read_for`` has read; sharded tables are not among them."""
     sharded = {} if state.tables is None else sharded_weights(state.tables)
     weights = below(tensors, MODEL)
     _restore_precision(path, state.model, below(tensors, PRECISION))

@@ -29,6 +29,7 @@ from genrec.training.best import BestCheckpoint
 from genrec.training.checkpoint import read_host, resolve_checkpoint
 from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.datasets import RunData
+from genrec.training.dense_parallel import shard_dense
 from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
 from genrec.training.metrics import RankingMetrics
 from genrec.training.metrics_log import Line
@@ -83,6 +84,9 @@ class Evaluator:
             plan = self.ranks.together(self._plan if self.ranks.is_main else lambda: None)
             plan = self.ranks.gather(plan)[0]
             self.tables = ShardedTables(self.model, plan, config=self._table_config, ranks=self.ranks)
+        self._place_dense()
+
+    def _place_dense(self) -> None:
         self.model.to(self.ranks.device)
 
     @property
@@ -152,6 +156,13 @@ class Run(Evaluator):
     @property
     def _table_config(self) -> ExperimentConfig:
         return self.config
+
+    def _place_dense(self) -> None:
+        if self.config.trainer.dense_parallel == "fsdp2" and self.ranks.world_size > 1:
+            shard_dense(self.model, self.ranks)
+        elif self.config.trainer.dense_parallel == "fsdp2":
+            LOG.info("dense_parallel 'fsdp2' has no effect on one rank, which holds all weights whole")
+        super()._place_dense()
 
     def place(self) -> None:
         """As of an Evaluator, and make what trains the model."""

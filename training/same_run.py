@@ -13,9 +13,10 @@ from genrec.training.checkpoint import CheckpointError
 
 # Fields that may change between a checkpoint and the run that continues it. None of them changes what a step computes:
 # a longer run needs a constant learning rate (check_same_run), "skip" differs from "stop" only where that would have
-# ended the run, another device computes the same up to rounding and its own random numbers, and evaluation leaves FP8
-# state alone. How tables are sharded is left out too (_without_sharding): only with Adam does it change a step, whose
-# rows, where a step doesn't read them, it leaves alone in a sharded table.
+# ended the run, another device computes the same up to rounding and its own random numbers, evaluation leaves FP8
+# state alone, and gradients are summed over ranks however these share the dense weights. How tables are sharded is left
+# out too (_without_sharding): only with Adam does it change a step, whose rows, where a step doesn't read them, it
+# leaves alone in a sharded table.
 FREE_FIELDS = {
     "DatasetArgs": ("dataset_path", "num_workers"),
     "MixedPrecisionArgs": ("fp8_during_eval",),
@@ -25,6 +26,7 @@ FREE_FIELDS = {
         *("keep_checkpoints", "best_metric", "async_save", "hang_timeout_s"),
         *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
         *("profile", "profile_step_start", "profile_step_end", "pipeline_type", "nonfinite", "device"),
+        "dense_parallel",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Ranks and what they do together: torchrun's process group, the device, DDP, agreement on errors and on the config.
+"""Ranks and what they do together: torchrun's process group, the device, agreement on errors and on the config.
 
 Plain ``python`` is one rank without a process group; every collective here is then the identity.
 """
@@ -17,11 +17,9 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from genrec.configs.schema import ConfigError, UnavailableError, UserError
-from genrec.training.optim import sharded_parameters
 from genrec.training.progress import Progress
 
 T = TypeVar("T")
@@ -228,30 +226,3 @@ def _check_same(ranks: Ranks, value: object, *, what: str, give: str) -> None:
         f"ranks {different} were started with another {what} than rank 0 ({values[different[0]]} against {values[0]}): "
         f"give every rank the same {give}"
     )
-
-
-def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """``model`` under DDP, or itself where there is one rank. DDP averages gradients: see ``loss_scale``.
-
-    Sharded tables are left to themselves: TorchRec exchanges their gradients, averaged like DDP's.
-    """
-    if ranks.world_size == 1:
-        return model
-    apart = list(sharded_parameters(model))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def loss_scale(ranks: Ranks, num_targets: int) -> float:
-    """The factor of a rank's summed loss so that DDP's averaged gradient is that of the mean over all targets."""
-    return ranks.world_size / num_targets
-
-
-def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within it, backward only adds to the rank's own gradients; the next backward outside sums them over ranks."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, without DDP around it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model

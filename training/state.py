@@ -1,6 +1,6 @@
 """What a checkpoint holds: model, optimizers, average and FP8 state as named tensors; random states as JSON values.
 
-Names and shapes don't depend on how tables are sharded, so any checkpoint fits any number of ranks:
+Names and shapes don't depend on how tables and dense weights are sharded, so any checkpoint fits any number of ranks:
 ``model.embeddings.collections.dim64.embeddings.table_item.weight`` (rows, 64), whole to who reads it.
 """
 
@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from genrec.hstu.precision.state import precision_tensors
 from genrec.training.average import WeightAverage
+from genrec.training.dense_parallel import own_part
 from genrec.training.tables import ShardedTables
 
 MODEL, OPTIMIZER, AVERAGE, PRECISION, VOCABULARY = "model.", "optimizer.", "average.", "precision.", "vocabulary."
@@ -50,6 +52,17 @@ def table_of(name: str) -> str | None:
     """The table whose weight has ``name`` in a checkpoint; None for a dense weight."""
     match = TABLE_WEIGHT.fullmatch(name)
     return None if match is None else match.group(1)
+
+
+def weight_of(name: str) -> str:
+    """The name of the weight that a tensor of a checkpoint is, or is of."""
+    prefix, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if f"{prefix}." == OPTIMIZER else rest
+
+
+def parted_weights(model: nn.Module) -> dict[str, DTensor]:
+    """The weights of which each rank holds a part (training/dense_parallel.py), by name in a checkpoint."""
+    return {checkpoint_name(n): p for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
 def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
@@ -95,8 +108,9 @@ def sharded_moments(tables: ShardedTables) -> dict[str, ShardedTensor]:
 
 def first_not_finite(model: nn.Module) -> str | None:
     """The first weight that is not finite on this rank, by name."""
-    weights = {name: p for name, p in model.named_parameters() if p.numel()}
-    amaxes = torch._foreach_norm([weight.detach() for weight in weights.values()], float("inf"))
+    parts = {name: own_part(p) for name, p in model.named_parameters()}
+    weights = {name: part for name, part in parts.items() if part.numel()}
+    amaxes = torch._foreach_norm(list(weights.values()), float("inf"))
     finite = torch.stack([amax.float() for amax in amaxes]).isfinite().tolist()
     return next((name for name, sound in zip(weights, finite, strict=True) if not sound), None)
 

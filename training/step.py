@@ -1,8 +1,8 @@
 """One optimizer step over one or more micro-batches: loss, gradients, the finiteness check, then the weights.
 
 A step asks the other ranks twice, and waits for the device as often: before the forward for the counts by which the
-loss is divided, and after the backward for the loss and whether all is finite. DDP's sums of gradients and delayed
-scaling's maxima of amaxes come on top.
+loss is divided, and after the backward for the loss and whether all is finite. Sums of gradients (and of their norm,
+where ranks share the dense weights) and delayed scaling's maxima of amaxes come on top.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.region import FINITE_WATCH
 from genrec.hstu.precision.state import precision_tensors, restore, snapshot
 from genrec.training.average import WeightAverage
+from genrec.training.dense_parallel import (
+    average_gradients,
+    clip_gradients,
+    left_to_average,
+    loss_scale,
+    no_gradient_sync,
+    own_part,
+    total_norm,
+    unwrap,
+)
 from genrec.training.locate import locate
-from genrec.training.sharding import Attempt, Ranks, loss_scale, no_gradient_sync, unwrap
+from genrec.training.sharding import Attempt, Ranks
 from genrec.training.tables import ShardedTables
 
 
@@ -107,6 +117,7 @@ class TrainStep:
         self._bare = unwrap(model)
         self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
         self._fp8_weights = [module.weight for module in self._bare.modules() if is_fp8(module)]
+        self._left_to_average = left_to_average(self._bare)
         self._has_fp8_state = bool(precision_tensors(self._bare))
 
     def __call__(self, batches: Sequence[Batch], *, step: int) -> StepResult:
@@ -166,6 +177,7 @@ class TrainStep:
             for batch in batches[:-1]:
                 loss_sum += self._backward_one(batch, scale)
         loss_sum += self._backward_one(batches[-1], scale)
+        average_gradients(self._left_to_average, self.ranks)
         return loss_sum
 
     def _backward_one(self, batch: Batch, scale: float) -> Tensor:
@@ -180,9 +192,9 @@ class TrainStep:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self.tables is not None:  # there is no clipping with them, but they are not finite where others may be
             gradients += self.tables.gate.gradients()
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         if self.trainer.grad_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.trainer.grad_clip_norm, norm)
+            clip_gradients(self._parameters, self.trainer.grad_clip_norm, norm)
         return norm
 
     def _agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[float, bool]:
@@ -191,8 +203,9 @@ class TrainStep:
         watched = FINITE_WATCH.take(self.ranks.device)
         if watched is not None:
             bad = bad | watched.isfinite().logical_not()
-        if self._fp8_weights:  # a cast to FP8 hides infinite weights as it does inputs
-            amaxes = torch._foreach_norm(self._fp8_weights, float("inf"))
+        weights = [part for part in map(own_part, self._fp8_weights) if part.numel()]
+        if weights:  # a cast to FP8 hides infinite weights as it does inputs
+            amaxes = torch._foreach_norm(weights, float("inf"))
             bad = bad | torch.stack(amaxes).isfinite().logical_not().any()
         with self.ranks.progress.collective("all-reduce", "loss and finiteness"):
             total, num_bad = self.ranks.sum(torch.stack([loss_sum, bad.double()])).tolist()

@@ -15,6 +15,7 @@ from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs
 from genrec.training.command_line import add_gin_arguments, run_for_user, script_directory
 from genrec.training.console import setup_logging, show_table
+from genrec.training.dense_parallel import replicate
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import balance_sentence, print_results, write_report
 from genrec.training.loop import Loop, total_steps
@@ -24,7 +25,7 @@ from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
 from genrec.training.report import RunLog
 from genrec.training.run import Run
-from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group, replicate
+from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group
 from genrec.training.step import TrainStep
 from genrec.training.stopping import Stopped, listening
 from genrec.training.table_plan import placement_table

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from genrec.training.checkpoint import CheckpointError, read_host, read_into, read_shapes, read_tensors
-from genrec.training.restore import below, put_back, sharded_targets
+from genrec.training.restore import below, put_back, read_for, sharded_targets
 from genrec.training.state import (
     AVERAGE,
     MODEL,
@@ -30,6 +30,7 @@ from genrec.training.state import (
     checkpoint_name,
     sharded_weights,
     table_of,
+    weight_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -139,19 +140,13 @@ def _match_table(
 
 def _wanted_tensors(path: Path, state: TrainingState, parts: str) -> dict[str, Tensor]:
     prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
-    tensors = read_tensors(path, prefixes=prefixes, without=list(sharded_targets(state)))
+    tensors = read_for(path, state, prefixes=prefixes, without=list(sharded_targets(state)))
     return {name: tensor for name, tensor in tensors.items() if parts == ALL or _part_of(name) == parts}
 
 
 def _part_of(name: str) -> str:
     """Which part a tensor of a checkpoint belongs to."""
-    return DENSE if table_of(_weight_of(name)) is None else EMBEDDING
-
-
-def _weight_of(name: str) -> str:
-    """The name of the weight that a tensor of a checkpoint is, or is of."""
-    prefix, _, rest = name.partition(".")
-    return rest.rpartition(".")[0] if f"{prefix}." == OPTIMIZER else rest
+    return DENSE if table_of(weight_of(name)) is None else EMBEDDING
 
 
 def _own_tensors(state: TrainingState, parts: str) -> dict[str, Tensor]:
@@ -183,7 +178,7 @@ def _grown(tensors: Mapping[str, Tensor], name: str, match: RowMatch, state: Tra
 
 def _fill_sharded(path: Path, state: TrainingState, matches: Mapping[str, RowMatch]) -> None:
     targets = sharded_targets(state)
-    found = {name: matches.get(_weight_of(name)) for name in targets}
+    found = {name: matches.get(weight_of(name)) for name in targets}
     read_into(path, {name: tensor for name, tensor in targets.items() if found[name] is None})
     for name, tensor in targets.items():
         match = found[name]

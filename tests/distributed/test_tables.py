@@ -98,7 +98,8 @@ from genrec.training.checkpoint import read_host
 from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule
 from genrec.training.run import Run
-from genrec.training.sharding import process_group, replicate
+from genrec.training.dense_parallel import replicate
+from genrec.training.sharding import process_group
 from genrec.training.step import TrainStep
 
 value = json.loads(sys.argv[1])
