@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from genrec.configs.loading import describe
 from genrec.configs.schema import ExperimentConfig
 from genrec.hstu.attention import tuning
 from genrec.hstu.attention.interface import check_device
+from genrec.hstu.layer import HSTULayer
 from genrec.hstu.precision.capability import check_attention_available, check_linear_available
 from genrec.hstu.preprocessor import DTYPES
 from genrec.model.features import feature_layout
@@ -48,7 +51,9 @@ def check(config: ExperimentConfig) -> None:
     console.print(describe(config), markup=False, highlight=False)
     console.print(precision_table(model_rows(model, config)))
     console.print(_parameter_table(model))
-    memory = {**weight_memory(config, model), "activations of a full batch (about)": activation_memory(config, tokens)}
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))  # no process group is joined here
+    weights = weight_memory(config, model, world_size=world_size)
+    memory = {**weights, "activations of a full batch (about)": activation_memory(config, tokens)}
     table = Table("memory on a rank", "MiB", title=None)
     for name, size in [*memory.items(), ("sum", sum(memory.values()))]:
         table.add_row(name, f"{size / MIB:,.1f}")
@@ -81,18 +86,26 @@ def check_places(config: ExperimentConfig) -> None:
         resolve_checkpoint(Path(trainer.ckpt_load_dir))
 
 
-def weight_memory(config: ExperimentConfig, model: nn.Module) -> dict[str, int]:
-    """Bytes of weights, gradients, optimizer state and average on one rank."""
+def weight_memory(config: ExperimentConfig, model: nn.Module, *, world_size: int) -> dict[str, int]:
+    """Bytes of weights, gradients, optimizer state and average on one of ``world_size`` ranks."""
+    in_parts = config.trainer.dense_parallel == "fsdp2" and world_size > 1
     tables = embedding_parameters(model)
     num_tables = sum(p.numel() for p in tables)
-    num_weights = sum(p.numel() for p in model.parameters())
+    num_dense = sum(p.numel() for p in model.parameters()) - num_tables
+    if in_parts:
+        num_dense = math.ceil(num_dense / world_size)
+    num_weights = num_tables + num_dense
     optimizer = config.optimizer
     table_optimizer = optimizer.embedding_optimizer_str or optimizer.optimizer_str
-    states = STATE_PER_WEIGHT[optimizer.optimizer_str] * (num_weights - num_tables)
+    states = STATE_PER_WEIGHT[optimizer.optimizer_str] * num_dense
     states += STATE_PER_WEIGHT[table_optimizer] * num_tables
     sizes = {"weights": 4 * num_weights, "gradients": 4 * num_weights, "optimizer state": 4 * states}
     if config.trainer.ema_decay is not None:
         sizes["average of the weights"] = 4 * num_weights
+    if in_parts:  # while a layer computes, the next one is gathered, or the gradients of the one before are summed
+        layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
+        largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        sizes["whole weights and gradients of two layers"] = 2 * 2 * 4 * largest
     return sizes
 
 

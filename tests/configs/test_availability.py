@@ -15,6 +15,8 @@ def fp8_attention(**changes):
 
 MISSING = [
     ({"tensor_parallel": schema.TensorModelParallelArgs(2)}, "tensor parallelism"),
+    ({"tensor_parallel": schema.TensorModelParallelArgs(2), "trainer": {"dense_parallel": "fsdp2"}},
+     "TrainerArgs.dense_parallel = 'fsdp2' with tensor parallelism, 'ddp' is"),
     ({"mixed_precision": fp8_attention(), "network": {"layer_style": "research"}},
      "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-block' with a relative bias (NetworkArgs.layer_style = "
      "'research'), 'bf16' and NetworkArgs.relative_bias = 'none' are"),

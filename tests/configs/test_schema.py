@@ -24,6 +24,7 @@ REQUIRED = {
 }
 
 REFUSED = [
+    ("TrainerArgs", {"dense_parallel": "fsdp"}, "must be one of 'ddp', 'fsdp2'"),
     ("TrainerArgs", {"train_batch_size": 0}, "train_batch_size = 0 must be at least 1"),
     ("TrainerArgs", {"train_batch_size": 1.0}, "train_batch_size = 1.0 must be an integer"),
     ("TrainerArgs", {"train_batch_size": True}, "train_batch_size = True must be an integer"),

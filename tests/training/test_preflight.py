@@ -9,7 +9,9 @@ import torch
 
 from genrec.configs.schema import UserError
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES
-from genrec.training.preflight import check_places, require_available
+from genrec.model.ranking import RankingModel
+from genrec.training.datasets import read_run_metadata
+from genrec.training.preflight import check_places, require_available, weight_memory
 
 
 def test_places_that_can_be_written_are_left_alone(tmp_path, tiny_config):
@@ -49,3 +51,17 @@ def test_attention_tiles_are_read_before_anything_is_built(tmp_path, tiny_config
     built_in = dataclasses.asdict(HALF_PRECISION_TILES[64])
     path.write_text(json.dumps({"tables": {"triton": {"64": built_in}}}))
     require_available(config)
+
+
+def test_memory_of_dense_weights_in_parts(tmp_path, tiny_config):
+    config = tiny_config(tmp_path, "TrainerArgs.dense_parallel = 'fsdp2'", "TrainerArgs.ema_decay = 0.9")
+    model = RankingModel(config, metadata=read_run_metadata(config), device=torch.device("meta"))
+    one, four = (weight_memory(config, model, world_size=n) for n in (1, 4))
+    num_tables = 16 * (20 + 5 + 4)
+    num_dense = sum(p.numel() for p in model.parameters()) - num_tables
+    assert one["weights"] == 4 * (num_tables + num_dense)
+    assert four["weights"] == four["gradients"] == four["average of the weights"]
+    assert four["weights"] == 4 * (num_tables + -(-num_dense // 4)) == four["optimizer state"] / 2
+    layer = 16 * 64 + 64 + 16 * 16 + 2 * 16 + 2 * 16  # W1, b1, W2 and two norms
+    assert four.keys() - one.keys() == {"whole weights and gradients of two layers"}
+    assert four["whole weights and gradients of two layers"] == 2 * 2 * 4 * layer
