@@ -26,7 +26,7 @@ from genrec.configs.schema import ExperimentConfig
 from genrec.training.console import setup_logging
 from genrec.training.dense_parallel import replicate
 from genrec.training.loop import grouped
-from genrec.training.optim import LearningRateSchedule
+from genrec.training.optim import LearningRateSchedule, Scheduled
 from genrec.training.run import Run
 from genrec.training.sharding import Ranks, is_main_process, process_group
 from genrec.training.step import TrainStep
@@ -103,7 +103,7 @@ def train(config: ExperimentConfig, ranks: Ranks, *, num_steps: int) -> Outcome:
         torch.cuda.reset_peak_memory_stats()
     run = Run(config, ranks=ranks)
     run.place()
-    scheduled = [*run.optimizers, *([] if run.tables is None else [run.tables])]
+    scheduled: list[Scheduled] = [*run.optimizers, *([] if run.tables is None else [run.tables])]
     step = TrainStep(
         replicate(run.model, ranks),
         run.optimizers,

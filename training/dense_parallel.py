@@ -18,6 +18,7 @@ Within forward and backward modules see plain whole weights under both; outside,
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,6 +38,8 @@ from genrec.model.ranking import RankingModel, RankingOutput
 from genrec.training.optim import embedding_parameters, sharded_parameters
 from genrec.training.sharding import Ranks
 
+LOG = logging.getLogger(__name__)
+
 # FSDP2 finds by them when to gather and when to drop weights, in what goes into and out of a module: before
 # PyTorch 2.12 it looks into pytrees alone, and a dataclass has to be declared as one.
 for _passed in (JaggedSequence, RankingOutput):
@@ -54,6 +57,9 @@ def shard_dense(model: RankingModel, ranks: Ranks) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=_gathering(layer, model.dtype))
     # Its own weights too are dropped after the forward: whoever lists parameters between steps gets this rank's parts.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=_of_tables(model))
+    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole, own = (sum(p.numel() for p in held) for held in (parameters, map(own_part, parameters)))
+    LOG.info("rank 0 holds %s of %s dense weights (FSDP2), the others as many or fewer", f"{own:,}", f"{whole:,}")
 
 
 def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:

@@ -38,6 +38,7 @@ SHARDED = (
     "OptimizerArgs.embedding_optimizer_str = 'sgd'",
     "OptimizerArgs.embedding_weight_decay = 0.0",
 )
+ACCUMULATED = ("TrainerArgs.accumulate_steps = 2",)
 RECOMPUTED = ("NetworkArgs.recompute_input_layernorm = True", "NetworkArgs.recompute_input_silu = True")
 
 
@@ -62,7 +63,7 @@ def assert_equal(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize(("num_ranks", "size"), [(2, 6), (3, 6), (4, 4)])
+@pytest.mark.parametrize(("num_ranks", "size"), [pytest.param(2, 6, marks=pytest.mark.nightly), (3, 6), (4, 4)])
 def test_losses_and_metrics_are_those_of_one_rank(tmp_path, arguments, on_forked_ranks, num_ranks, size):
     several = ("train", arguments(tmp_path / "several", *RUN, FSDP2, batch_size(size // num_ranks)))
     finished = on_forked_ranks(num_ranks, [several])
@@ -76,41 +77,50 @@ def test_losses_and_metrics_are_those_of_one_rank(tmp_path, arguments, on_forked
 
 
 # What is computed differently from the plain case, or touches weights beside the optimizer.
+CLIPPED_AVERAGE = (
+    "TrainerArgs.grad_clip_norm = 0.05",
+    "TrainerArgs.ema_decay = 0.9",
+    "TrainerArgs.deterministic = True",
+)
+SKIPPED_ENDS = ("MixedPrecisionArgs.skip_first_last_layer = True", "NetworkArgs.num_layers = 3")
 SETTINGS = {
-    "adam": ("OptimizerArgs.optimizer_str = 'adam'", "TrainerArgs.grad_clip_norm = 0.05"),
-    "sgd": ("OptimizerArgs.optimizer_str = 'sgd'", "TrainerArgs.accumulate_steps = 2", *RECOMPUTED),
-    "average": ("TrainerArgs.ema_decay = 0.9", "TrainerArgs.deterministic = True"),
-    "bfloat16": (*BFLOAT16, "TrainerArgs.accumulate_steps = 2", *RECOMPUTED),
+    "average": (*CLIPPED_AVERAGE, "OptimizerArgs.optimizer_str = 'adam'"),
+    "bfloat16": (*BFLOAT16, *RECOMPUTED, *ACCUMULATED, "OptimizerArgs.optimizer_str = 'sgd'"),
     "float32 bias": (*BFLOAT16, *SMOOTH_BIAS),
-    "fp8": (*BFLOAT16, *FP8, "MixedPrecisionArgs.skip_first_last_layer = True", "NetworkArgs.num_layers = 3"),
-    "delayed": (*BFLOAT16, *DELAYED, "TrainerArgs.accumulate_steps = 2"),
+    "delayed": (*BFLOAT16, *DELAYED, *SKIPPED_ENDS, *ACCUMULATED),
     "sharded tables": (*SHARDED, "TrainerArgs.nonfinite = 'skip'"),
+}
+MORE_SETTINGS = {
+    "sgd": ("OptimizerArgs.optimizer_str = 'sgd'", *RECOMPUTED, *ACCUMULATED),
+    "bfloat16 adam": (*BFLOAT16, *CLIPPED_AVERAGE),
+    "tensorwise": (*BFLOAT16, *FP8, *ACCUMULATED),
+    "sharded, delayed": (*SHARDED, *BFLOAT16, *DELAYED),
 }
 
 
-def test_weights_moments_and_averages_are_those_of_ddp(tmp_path, arguments, on_forked_ranks):
+@pytest.mark.parametrize("settings", [SETTINGS, pytest.param(MORE_SETTINGS, marks=pytest.mark.nightly)], ids=len)
+def test_weights_moments_and_averages_are_those_of_ddp(tmp_path, arguments, on_forked_ranks, settings):
     """Three ranks, dropout included, which each rank draws for its own users."""
     steps = ("TrainerArgs.max_train_iters = 3", "TrainerArgs.eval_interval = 2", "NetworkArgs.hidden_dropout = 0.1")
     commands = [
         ("train", arguments(tmp_path / name / kind, *RUN, *steps, *bindings, f"TrainerArgs.dense_parallel = {kind!r}"))
-        for name, bindings in SETTINGS.items()
+        for name, bindings in settings.items()
         for kind in KINDS
     ]
     finished = on_forked_ranks(3, commands, timeout_s=280)
     assert finished.returncode == 0, finished.stderr
-    for name in SETTINGS:
+    for name in settings:
         ddp, fsdp2 = tmp_path / name / "ddp", tmp_path / name / "fsdp2"
         torch.testing.assert_close(losses(fsdp2), losses(ddp), rtol=1e-5, atol=0, msg=lambda t, n=name: f"{n}: {t}")
         torch.testing.assert_close(
             tensors(fsdp2), tensors(ddp), rtol=1e-4, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
         )
-    # Evaluated with the average in the weights' place.
-    ddp, fsdp2 = (evaluations(tmp_path / "average" / kind) for kind in KINDS)
-    for own, expected in zip(fsdp2, ddp, strict=True):
-        assert own == pytest.approx(expected, rel=1e-4)
+        if "average" in name:  # which evaluation puts in the weights' place
+            for own, expected in zip(evaluations(fsdp2), evaluations(ddp), strict=True):
+                assert own == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stopped_and_continued_is_not_stopped(tmp_path, arguments, on_forked_ranks, num_ranks):
     """Bit for bit: weights, moments, average, amaxes and scales."""
     every = (batch_size(1), "TrainerArgs.accumulate_steps = 2", "TrainerArgs.ema_decay = 0.9", *DELAYED, FSDP2)
@@ -126,7 +136,7 @@ def test_stopped_and_continued_is_not_stopped(tmp_path, arguments, on_forked_ran
     assert_equal(tensors(parts), tensors(whole))
 
 
-# Jobs of a number of ranks: read a checkpoint if there is one, save what was read again, take the next two steps, save.
+# Reads a checkpoint if there is one, saves what was read again, trains on and saves after every second step.
 RESHARD = """
 import json, sys
 from pathlib import Path
@@ -141,90 +151,82 @@ from genrec.training.sharding import process_group
 from genrec.training.step import TrainStep
 
 value = json.loads(sys.argv[1])
-
-def work(job, ranks):
-    config = load_experiment("ranking", gin_files=[value["gin"]], gin_bindings=job["bindings"])
+with process_group("cpu") as ranks:
+    config = load_experiment("ranking", gin_files=[value["gin"]], gin_bindings=value["bindings"])
     run = Run(config, ranks=ranks)
     run.place()
     step = TrainStep(
         replicate(run.model, ranks), run.optimizers, trainer=config.trainer, ranks=ranks, average=run.average,
-        set_learning_rates=LearningRateSchedule(run.optimizers, config.trainer, total_steps=9),
+        set_learning_rates=LearningRateSchedule(run.optimizers, config.trainer, total_steps=20),
     )
     run.model.train()
     before = 0
-    if job["source"]:
-        source = Path(job["source"])
+    if value["source"]:
+        source = Path(value["source"])
         restore.restore_tensors(source, run.state)
         host = read_host(source, rank=0)
         run.loader.load_state_dict(host["loader"])
         before = host["step"]
         run.save(before)
-    numbers = (before + 1, before + 2)
-    for number, batches in zip(numbers, grouped(run.loader, 1)):
+    for number, batches in zip(range(before + 1, before + 1 + value["steps"]), grouped(run.loader, 1)):
         assert step(batches, step=number).applied
-    run.save(number)
-
-with process_group("cpu") as ranks:
-    for job in value["jobs"]:
-        work(job, ranks)
+        if number % 2 == 0:
+            run.save(number)
 """
 
 
-def test_checkpoints_fit_any_ranks_whole_or_in_parts(tmp_path, tiny_gin, script_on_ranks):
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [(2, "ddp"), (3, "fsdp2"), (1, "ddp"), (2, "fsdp2"), (2, "ddp")],
+        pytest.param([(1, "fsdp2"), (4, "fsdp2"), (2, "fsdp2"), (3, "ddp")], marks=pytest.mark.nightly),
+    ],
+    ids=len,
+)
+def test_checkpoints_fit_any_ranks_whole_or_in_parts(tmp_path, tiny_gin, script_on_ranks, chain):
     """A chain of loads: what was read is bit for bit what was saved, and the next steps are those of one rank alone."""
-    chain = [(2, "ddp"), (3, "fsdp2"), (1, "fsdp2"), (4, "fsdp2"), (2, "fsdp2"), (2, "ddp")]
 
-    def run(name, num_ranks, kind, source):
+    def run(name, num_ranks, kind, *, steps, source=None):
         settings = (
             f"TrainerArgs.output_dir = {str(tmp_path / name)!r}",
             batch_size(12 // num_ranks),
             f"TrainerArgs.dense_parallel = {kind!r}",
             "TrainerArgs.ema_decay = 0.9",
+            "TrainerArgs.keep_checkpoints = 9",
         )
-        value = {"gin": str(tiny_gin), "jobs": [{"bindings": [*RUN, *settings], "source": source}]}
+        value = {"gin": str(tiny_gin), "bindings": [*RUN, *settings], "steps": steps, "source": source}
         finished = script_on_ranks(num_ranks, RESHARD, value)
         assert finished.returncode == 0, finished.stderr
 
     def checkpoint(name, step):
         return tmp_path / name / "checkpoints" / f"step_{step:08d}"
 
-    source, alone = None, None
-    for link, (num_ranks, kind) in enumerate(chain):
-        run(f"link{link}", num_ranks, kind, source)
-        run(f"alone{link}", 1, "ddp", alone)
-        if source is not None:
-            own = read_tensors(checkpoint(f"link{link}", 2 * link), prefixes=("",))
-            assert_equal(own, read_tensors(source, prefixes=("",)))
-        source, alone = (str(checkpoint(f"{name}{link}", 2 * link + 2)) for name in ("link", "alone"))
-        torch.testing.assert_close(
-            *(read_tensors(path, prefixes=("",)) for path in (source, alone)), rtol=1e-4, atol=1e-6
-        )
+    def read(name, step):
+        return read_tensors(checkpoint(name, step), prefixes=("",))
+
+    run("alone", 1, "ddp", steps=2 * len(chain))
+    run("0", *chain[0], steps=2)
+    for link, place in enumerate(chain[1:], start=1):
+        before, own = str(link - 1), str(link)
+        run(own, *place, steps=2, source=str(checkpoint(before, 2 * link)))
+        assert_equal(read(own, 2 * link), read(before, 2 * link))
+        torch.testing.assert_close(read(own, 2 * link + 2), read("alone", 2 * link + 2), rtol=1e-4, atol=1e-6)
 
 
-def test_dense_weights_and_tables_of_others_to_start_from(tmp_path, arguments, on_forked_ranks):
-    """ckpt_load_parts, between whole weights and parts: two steps on two ranks from the same weights are the same."""
-    first = arguments(tmp_path / "first", *RUN, "TrainerArgs.max_train_iters = 2", batch_size(12))
-    assert train_main("ranking", first) == 0
-    starts = (*RUN, "TrainerArgs.max_train_iters = 2", batch_size(6))
-    starts += (f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'first')!r}", "TrainerArgs.seed = 7")
+@pytest.mark.parametrize("part", ["dense", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("all", "embedding"))])
+def test_a_start_from_the_weights_of_another_run(tmp_path, arguments, on_forked_ranks, part):
+    """Into whole weights and into parts, of which the steps that follow are the same."""
+    steps = ("TrainerArgs.max_train_iters = 2",)
+    assert train_main("ranking", arguments(tmp_path / "first", *RUN, *steps, batch_size(12))) == 0
+    load = (f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'first')!r}", f"TrainerArgs.ckpt_load_parts = {part!r}")
+    settings = (*RUN, *steps, *load, batch_size(6), "TrainerArgs.seed = 7")
     commands = [
-        (
-            "train",
-            arguments(
-                tmp_path / part / kind,
-                *starts,
-                f"TrainerArgs.ckpt_load_parts = {part!r}",
-                f"TrainerArgs.dense_parallel = {kind!r}",
-            ),
-        )
-        for part in ("all", "dense", "embedding")
-        for kind in KINDS
+        ("train", arguments(tmp_path / kind, *settings, f"TrainerArgs.dense_parallel = {kind!r}")) for kind in KINDS
     ]
-    finished = on_forked_ranks(2, commands, timeout_s=280)
+    finished = on_forked_ranks(2, commands)
     assert finished.returncode == 0, finished.stderr
-    for part in ("all", "dense", "embedding"):
-        ddp, fsdp2 = (tensors(tmp_path / part / kind) for kind in KINDS)
-        torch.testing.assert_close(fsdp2, ddp, rtol=1e-4, atol=1e-6)
+    ddp, fsdp2 = (tensors(tmp_path / kind) for kind in KINDS)
+    torch.testing.assert_close(fsdp2, ddp, rtol=1e-4, atol=1e-6)
 
 
 # Rank 1 alone meets what is not finite, at the second step: in its loss, in one gradient, or in a weight of FP8.
@@ -268,7 +270,10 @@ sys.exit(train.main("ranking", arguments))
 """
 
 
-@pytest.mark.parametrize(("how", "nonfinite"), [("gradient", "skip"), ("weight", "skip"), ("gradient", "locate")])
+@pytest.mark.parametrize(
+    ("how", "nonfinite"),
+    [pytest.param("gradient", "skip", marks=pytest.mark.nightly), ("weight", "skip"), ("gradient", "locate")],
+)
 def test_what_is_not_finite_on_one_rank_reaches_no_part(tmp_path, arguments, script_on_ranks, how, nonfinite):
     settings = (f"TrainerArgs.nonfinite = {nonfinite!r}", "TrainerArgs.max_train_iters = 3", batch_size(6), FSDP2)
     command = arguments(tmp_path / "run", *RUN, *DELAYED, *settings)
