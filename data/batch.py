@@ -93,6 +93,8 @@ def jagged_features(
     event_lengths = [lengths * (widths or {}).get(name, 1) for name in names[num_contexts:]]
     return KeyedJaggedTensor(
         keys=names,
+        # Known here; counted on a device, they would be waited for.
+        length_per_key=[len(values) for values in features.values()],
         values=torch.from_numpy(np.concatenate(list(features.values()))),
         lengths=torch.from_numpy(np.concatenate([ones] * num_contexts + event_lengths)),
         # Given, because a batch of zero users has no lengths to tell it from.

@@ -50,6 +50,7 @@ class SyntheticLoader:
         seed: int = 0,
         balanced: bool = False,
         cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
+        pin_memory: bool = False,
     ) -> None:
         check_one_of(mode, field_name="mode", allowed=SYNTHETIC_MODES)
         if mode == "frozen" and args.max_num_candidates == 0:
@@ -60,6 +61,7 @@ class SyntheticLoader:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._mode, self._seed, self._balanced, self._cost = mode, seed, balanced, cost
         self._num_label_values = num_label_values
+        self._pin_memory = pin_memory
         self._epoch = 0
         self._step = 0
         self._made: dict[int, Batch] = {}
@@ -72,7 +74,8 @@ class SyntheticLoader:
             self._epoch, self._step = self._epoch + 1, 0
         for step in range(self._step, len(self)):
             if step not in self._made:
-                self._made[step] = self._make(step)
+                made = self._make(step)
+                self._made[step] = made.pin_memory() if self._pin_memory else made
             self._step = step + 1
             yield self._made[step]
 

@@ -185,7 +185,7 @@ class FeatureEmbeddings(nn.Module):
         layout = self.layout
         assert batch.contextual_feature_names == layout.contextual and batch.action_feature_name == layout.action
         assert tuple(batch.item_feature_widths) == layout.item_features
-        vectors = self._lookup(_at_least_one_user(batch))
+        vectors = self._lookup(at_least_one_user(batch))
         names = batch.features.keys()
         lengths = dict(zip(names, batch.features.lengths().view(len(names), batch.batch_size), strict=True))
         context, context_offsets = self._contexts(vectors, lengths)
@@ -255,13 +255,14 @@ def pool_values(vectors: Tensor, ids: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), vectors).squeeze(1)
 
 
-def _at_least_one_user(batch: Batch) -> KeyedJaggedTensor:
+def at_least_one_user(batch: Batch) -> KeyedJaggedTensor:
     """The batch's features; of one user without values where there is no user, since TorchRec can't split zero."""
     if batch.batch_size > 0:
         return batch.features
     keys = batch.features.keys()
     lengths = torch.zeros(len(keys), dtype=torch.int64, device=batch.features.device())
-    return KeyedJaggedTensor(keys=keys, values=batch.features.values(), lengths=lengths)
+    values = batch.features.values()
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, length_per_key=[0] * len(keys))
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -177,6 +177,7 @@ class RunData:
             seed=self.config.trainer.seed + SPLIT_NAMES.index(split),
             balanced=mode == "train" and self.config.trainer.enable_balanced_shuffler,
             cost=self.cost,
+            pin_memory=self.pin_memory,
         )
 
     def item_vocabulary(self) -> np.ndarray | None:

@@ -15,10 +15,11 @@ import torch
 from genrec.configs.schema import TrainerArgs
 from genrec.data.batch import Batch
 from genrec.training.evaluation import Evaluation
+from genrec.training.feed import Feed
 from genrec.training.report import Meter, RunLog
-from genrec.training.sharding import Attempt, Ranks
+from genrec.training.sharding import Ranks
 from genrec.training.step import StepResult, TrainStep
-from genrec.training.stopping import Stopped, stop_asked
+from genrec.training.stopping import Stopped
 
 LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Loop:
         *,
         loader: TrainLoader,
         train_step: TrainStep,
+        feed: Feed,
         ranks: Ranks,
         log: RunLog,
         meter: Meter,
@@ -58,6 +60,7 @@ class Loop:
         self.trainer = trainer
         self.loader = loader
         self.train_step = train_step
+        self.feed = feed
         self.ranks = ranks
         self.log = log
         self.meter = meter
@@ -82,13 +85,17 @@ class Loop:
         self.train_step.model.train()
         with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
             while self.step < self.total_steps:
+                if not self.feed.num_left:
+                    self.feed.begin(lambda: self._next(micro_batches), self._steps_to_pause())
+                self.ranks.progress.enter("reading a batch", step=self.step + 1)
+                step_input = self.feed.next()
                 self.step += 1
-                self.ranks.progress.enter("reading a batch", step=self.step)
-                batches = Attempt.of(lambda: self._next(micro_batches))
-                result = self.train_step.attempt(batches, step=self.step, stop=stop_asked())
+                result = self.train_step.attempt(step_input, step=self.step)
+                self.feed.done()
                 self._record(result)
                 profile_step()
-                if result.stop_asked:
+                if self.feed.stop_asked:
+                    self.feed.give_back()
                     self._stop()
                 self._between_steps()
         self.ranks.together(self.log.raise_failure)
@@ -113,6 +120,11 @@ class Loop:
         if self._due(self.trainer.log_interval) or self.step == self.total_steps:
             self.log.train(line)
             self.meter.reset()
+
+    def _steps_to_pause(self) -> int:
+        """Steps until one that is evaluated or saved."""
+        intervals = [n for n in (self.trainer.eval_interval, self.trainer.ckpt_save_interval) if n > 0]
+        return min([self.total_steps - self.step, *(n - self.step % n for n in intervals)])
 
     def _between_steps(self) -> None:
         last = self.step == self.total_steps  # the final evaluation follows the loop

@@ -105,7 +105,9 @@ class Evaluator:
         optimizer = dataclasses.replace(
             self.config.optimizer, embedding_optimizer_str="sgd", embedding_weight_decay=0.0
         )
-        trainer = dataclasses.replace(self.config.trainer, accumulate_steps=1, grad_clip_norm=None, ema_decay=None)
+        trainer = dataclasses.replace(
+            self.config.trainer, accumulate_steps=1, grad_clip_norm=None, ema_decay=None, pipeline_type="none"
+        )
         return dataclasses.replace(self.config, optimizer=optimizer, trainer=trainer)
 
     def _plan(self) -> ShardingPlan:

@@ -56,13 +56,15 @@ class Attempt(Generic[T]):
 class Ranks:
     """This rank's place among all of them, its device, and how far it is.
 
-    group: by which a thread of its own meets those of the other ranks; None: the one that all have joined.
+    group: by which a thread of its own meets those of the other ranks; None: the one that all have joined. host_group:
+    the same ranks, for numbers that lie on the host; None where ``group`` takes them.
     """
 
     rank: int
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
@@ -78,12 +80,22 @@ class Ranks:
         return tensor
 
     def sum_counts(self, counts: Sequence[int]) -> list[int]:
-        """Whole numbers summed over ranks; of one rank they never go to the device and back."""
+        """Whole numbers summed over ranks, on the host: no device is waited for."""
+        return self.start_sum_counts(counts)()
+
+    def start_sum_counts(self, counts: Sequence[int]) -> Callable[[], list[int]]:
+        """``sum_counts`` that goes on beside what the host does next; call the result for the sums."""
         if self.world_size == 1:
-            return list(counts)
-        with self.progress.collective("all-reduce"):  # NCCL waits for the other ranks as the sums come to the host
-            sums: list[int] = self.sum(torch.tensor(counts, dtype=torch.int64, device=self.device)).tolist()
-        return sums
+            return lambda: list(counts)
+        sums = torch.tensor(counts, dtype=torch.int64)
+        work = dist.all_reduce(sums, group=self.host_group or self.group, async_op=True)
+
+        def result() -> list[int]:
+            with self.progress.collective("all-reduce"):
+                work.wait()
+            return [int(value) for value in sums]
+
+        return result
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, by rank."""
@@ -134,7 +146,8 @@ def process_group(device: str) -> Iterator[Ranks]:
     if joins:
         _join("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=chosen)
+        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if chosen.type == "cuda" else None
+        yield Ranks(dist.get_rank(), dist.get_world_size(), chosen, host_group)
     except BaseException as error:
         if joins:
             _tell_in_order(error)

@@ -1,8 +1,8 @@
 """One optimizer step over one or more micro-batches: loss, gradients, the finiteness check, then the weights.
 
-A step asks the other ranks twice, and waits for the device as often: before the forward for the counts by which the
-loss is divided, and after the backward for the loss and whether all is finite. Sums of gradients (and of their norm,
-where ranks share the dense weights) and delayed scaling's maxima of amaxes come on top.
+A step waits for the device once, after the backward, where the ranks agree on the loss and whether all is finite. The
+counts by which the loss is divided are summed on the host when batches are read (feed.py). Sums of gradients (and of
+their norm, where ranks share the dense weights) and delayed scaling's maxima of amaxes come on top.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from genrec.training.dense_parallel import (
     total_norm,
     unwrap,
 )
+from genrec.training.feed import Lookahead, StepInput
 from genrec.training.locate import locate
 from genrec.training.sharding import Attempt, Ranks
 from genrec.training.tables import ShardedTables
@@ -44,7 +45,7 @@ class NonFiniteError(UserError):
 class StepResult:
     """What a step saw, over all ranks and micro-batches.
 
-    ``loss_sum`` is over targets. ``applied``: weights changed. ``stop_asked``: a rank has been asked to stop.
+    ``loss_sum`` is over targets. ``applied``: weights changed.
     """
 
     loss_sum: float
@@ -54,7 +55,6 @@ class StepResult:
     learning_rate: float
     applied: bool
     finite: bool = True
-    stop_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class TrainStep:
         set_learning_rates: Callable[[int], float],
         average: WeightAverage | None = None,
         tables: ShardedTables | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
@@ -113,6 +114,7 @@ class TrainStep:
         self.ranks = ranks
         self.average = average
         self.tables = tables
+        self.lookahead = lookahead or Lookahead()
         self.set_learning_rates = set_learning_rates
         self._bare = unwrap(model)
         self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
@@ -122,36 +124,33 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[Batch], *, step: int) -> StepResult:
         """Train on ``batches`` as optimizer step ``step`` (1, 2, ...)."""
-        return self.attempt(Attempt(value=batches), step=step)
+        return self.attempt(StepInput.of(Attempt(value=batches), ranks=self.ranks), step=step)
 
-    def attempt(self, batches: Attempt[Sequence[Batch]], *, step: int, stop: bool = False) -> StepResult:
-        """The step where reading the batches may have failed on a rank: then all stop, as in ``Ranks.together``.
-
-        stop: whether this rank has been asked to stop.
-        """
-        own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches.value or ()]
-        counts = [sum(column) for column in zip((0, 0, 0), *own, strict=True)]
-        with self.ranks.progress.collective("all-reduce", "counts"):
-            num_targets, num_tokens, num_users, num_failed, num_stop = self.ranks.sum_counts(
-                [*counts, int(batches.error is not None), int(stop)]
-            )
-        micro_batches = self.ranks.settle(batches, num_failed=num_failed)
+    def attempt(self, step_input: StepInput, *, step: int) -> StepResult:
+        """The step where reading the batches may have failed on a rank: then all stop, as in ``Ranks.together``."""
+        counts = step_input.counts
+        micro_batches = self.ranks.settle(step_input.batches, num_failed=counts.num_failed)
         learning_rate = self.set_learning_rates(step)
-        loss_sum, finite = self._train(micro_batches, num_targets, step=step) if num_targets else (0.0, True)
+        loss_sum, finite = 0.0, True
+        if counts.num_targets:
+            loss_sum, finite = self._train(micro_batches, counts.num_targets, step=step)
+        else:
+            self.lookahead.leave_out()
         return StepResult(
             loss_sum=loss_sum,
-            num_targets=num_targets,
-            num_tokens=num_tokens,
-            num_users=num_users,
+            num_targets=counts.num_targets,
+            num_tokens=counts.num_tokens,
+            num_users=counts.num_users,
             learning_rate=learning_rate,
-            applied=finite and num_targets > 0,
+            applied=finite and counts.num_targets > 0,
             finite=finite,
-            stop_asked=num_stop > 0,
         )
 
     def _train(self, batches: Sequence[Batch], num_targets: int, *, step: int) -> tuple[float, bool]:
         """The sum of losses over ranks, and whether all was finite and the weights have changed."""
         FINITE_WATCH.take(self.ranks.device)  # what forwards outside of steps left there
+        if self.tables is not None:
+            self.tables.begin_step()
         replays = self.trainer.nonfinite == "locate"
         start = StepStart.of(
             self._bare, device=self.ranks.device, with_precision=self._has_fp8_state, with_random=replays
@@ -175,14 +174,19 @@ class TrainStep:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         with no_gradient_sync(self.model):
             for batch in batches[:-1]:
-                loss_sum += self._backward_one(batch, scale)
-        loss_sum += self._backward_one(batches[-1], scale)
+                loss_sum += self._backward_one(self._forward_one(batch), scale)
+        loss = self._forward_one(batches[-1])
+        self.lookahead.forward_is_queued()
+        loss_sum += self._backward_one(loss, scale)
         average_gradients(self._left_to_average, self.ranks)
         return loss_sum
 
-    def _backward_one(self, batch: Batch, scale: float) -> Tensor:
+    def _forward_one(self, batch: Batch) -> Tensor:
         self.ranks.progress.enter("forward")
-        loss = self.model(batch.to(self.ranks.device, non_blocking=True)).loss_per_target.sum()
+        loss: Tensor = self.model(batch.to(self.ranks.device, non_blocking=True)).loss_per_target.sum()
+        return loss
+
+    def _backward_one(self, loss: Tensor, scale: float) -> Tensor:
         self.ranks.progress.enter("backward")
         (loss * scale).backward()
         return loss.detach().double()
@@ -227,6 +231,7 @@ class TrainStep:
 
     def _locate(self, batches: Sequence[Batch], num_targets: int, start: StepStart) -> str:
         device = self.ranks.device
+        self.lookahead.let_go()
         start.rewind_random(device)
         self.ranks.progress.enter("replay of the step")
         try:

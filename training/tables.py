@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from genrec.configs.schema import ExperimentConfig, OptimizerArgs
@@ -59,6 +59,8 @@ class ShardedTables:
         ranks: Ranks,
     ) -> None:
         """plan: of ``plan_tables``, the same on all ranks. Ranks call alike."""
+        # FBGEMM's caches are then told to keep what a later step has prefetched (training/pipeline.py).
+        prefetches = config.trainer.pipeline_type == "prefetch" and ranks.device.type == "cuda"
         whole = {
             f"{at}.{name}": parameter.detach()
             for at, module in model.named_modules()
@@ -71,7 +73,7 @@ class ShardedTables:
                 env=ShardingEnv.from_process_group(dist.group.WORLD),
                 device=ranks.device,
                 plan=plan,
-                sharders=[table_sharder(config.optimizer)],
+                sharders=[table_sharder(config.optimizer, prefetches=prefetches)],
                 init_data_parallel=False,
                 init_parameters=False,
             )
@@ -80,6 +82,7 @@ class ShardedTables:
         self.num_steps = 0
         self.model = model
         self.plan = plan
+        self.kernels = table_kernels(model)
         self.gate = model.embeddings.gate = GradientGate()
         for name, tensor in self.weights().items():
             for shard in tensor.local_shards():
@@ -97,11 +100,17 @@ class ShardedTables:
         self.num_steps += 1
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Continue after ``num_steps`` steps, by which Adam corrects its moments."""
+        """Continue after ``num_steps`` steps."""
         self.num_steps = num_steps
-        for module in self.model.modules():
-            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
-                module.set_optimizer_step(num_steps)
+
+    def begin_step(self) -> None:
+        """Before the forward of a step: Adam corrects its moments by FBGEMM's count, in which each lookup is a step, an
+        evaluation's too, and which no checkpoint holds.
+        """
+        for kernel in self.kernels:
+            if int(kernel.iter_cpu) != self.num_steps:
+                kernel.iter_cpu.fill_(self.num_steps)
+                kernel.iter.fill_(self.num_steps)
 
     def weights(self) -> dict[str, ShardedTensor]:
         """By name in the model; the shards of this rank are the tables' own memory."""
@@ -116,6 +125,13 @@ class ShardedTables:
         }
 
 
+def table_kernels(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """FBGEMM's kernels of this rank's parts, which TorchRec keeps out of sight of ``model.modules()``."""
+    lookups = [lookup for m in model.modules() if isinstance(m, ShardedModule) for lookup in getattr(m, "_lookups", ())]
+    found = [m for lookup in lookups for m in lookup.modules()]
+    return [m for m in found if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
 def copy_part(part: Tensor, whole: Tensor, *, offsets: Sequence[int]) -> None:
     """Fill ``part``, which starts at ``offsets`` of ``whole``."""
     for axis, offset in enumerate(offsets):
@@ -123,9 +139,10 @@ def copy_part(part: Tensor, whole: Tensor, *, offsets: Sequence[int]) -> None:
     part.copy_(whole)
 
 
-def table_sharder(args: OptimizerArgs) -> TableSharder:
-    """The sharder for the tables' optimizer."""
+def table_sharder(args: OptimizerArgs, *, prefetches: bool = False) -> TableSharder:
+    """The sharder for the tables' optimizer. prefetches: into the caches of tables in host memory."""
     fused = {
+        "prefetch_pipeline": prefetches,
         "optimizer": OPTIMIZERS[table_optimizer(args)],
         "learning_rate": table_learning_rate(args),
         "eps": args.adam_eps,

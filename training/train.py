@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from genrec.configs.loading import load_experiment
-from genrec.configs.schema import ExperimentConfig, Task, TrainerArgs
+from genrec.configs.schema import ExperimentConfig, Task
 from genrec.training.command_line import add_gin_arguments, run_for_user, script_directory
 from genrec.training.console import setup_logging, show_table
 from genrec.training.dense_parallel import replicate
@@ -21,6 +21,7 @@ from genrec.training.final_report import balance_sentence, print_results, write_
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
 from genrec.training.optim import LearningRateSchedule
+from genrec.training.pipeline import make_feed
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
 from genrec.training.report import RunLog
@@ -121,7 +122,7 @@ def use_deterministic_algorithms(wanted: bool) -> None:
 
 def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     trainer, ranks = run.config.trainer, run.ranks
-    say_pipeline(trainer, device_type=ranks.device.type)
+    feed = make_feed(trainer, run.model.embeddings, loader=run.loader, ranks=ranks)
     if ranks.is_main and ranks.world_size > 1:
         say_balance(run, log, step=first_step)
     train_step = TrainStep(
@@ -134,11 +135,13 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         ),
         average=run.average,
         tables=run.tables,
+        lookahead=feed,
     )
     loop = Loop(
         trainer,
         loader=run.loader,
         train_step=train_step,
+        feed=feed,
         ranks=ranks,
         log=log,
         meter=run.meter,
@@ -150,18 +153,6 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         first_step=first_step,
     )
     loop.run()
-
-
-def say_pipeline(trainer: TrainerArgs, *, device_type: str) -> None:
-    """Log once where pipeline_type has no effect."""
-    if trainer.pipeline_type == "none":
-        return
-    if device_type == "cpu":
-        LOG.info("pipeline_type %r has no effect on a CPU, where there is nothing to overlap", trainer.pipeline_type)
-    else:
-        LOG.info(
-            "pipeline_type %r overlaps nothing yet in this version; it gives the same results", trainer.pipeline_type
-        )
 
 
 def say_balance(run: Run, log: RunLog, *, step: int) -> None:

@@ -71,3 +71,12 @@ def test_to_moves_every_tensor():
     moved = make([2, 1]).to(torch.device("meta"))
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 5 and all(t.is_meta for t in tensors) and moved.features.values().is_meta
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [3, 0, 2]])
+def test_values_of_each_feature_are_known_without_counting(lengths):
+    """Counted on a device, each step would wait for it."""
+    features = make(lengths, width=2).features
+    per_feature = features.lengths().view(len(features.keys()), -1).sum(dim=1).tolist()
+    assert features.length_per_key_or_none() == per_feature
+    assert features.to(torch.device("cpu")).length_per_key_or_none() == per_feature

@@ -4,18 +4,17 @@ import io
 import json
 import logging
 import math
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from genrec.configs.schema import TrainerArgs, UserError
+from genrec.configs.schema import UserError
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import result_rows, write_report
 from genrec.training.metrics_log import append_lines, keep_lines, read_lines
 from genrec.training.report import Meter, RunLog, evaluation_line
 from genrec.training.step import StepResult, TrainStep
-from genrec.training.train import say_pipeline, train
+from genrec.training.train import train
 
 
 def result(loss_sum, num_targets, *, finite=True):
@@ -208,13 +207,3 @@ def test_a_log_that_fails_in_between_is_told_to_all_ranks_at_the_next_step(tmp_p
     for steps in (1, 3):  # after the last step, too
         with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
             train(tiny_config(tmp_path / "run", f"TrainerArgs.max_train_iters = {steps}"))
-
-
-def test_pipeline_on_a_gpu_is_said_once(caplog):
-    trainer = TrainerArgs(train_batch_size=1, eval_batch_size=1, pipeline_type="prefetch")
-    with caplog.at_level(logging.INFO, logger="genrec"):
-        say_pipeline(trainer, device_type="cuda")
-        say_pipeline(replace(trainer, pipeline_type="none"), device_type="cuda")
-    assert caplog.messages == [
-        "pipeline_type 'prefetch' overlaps nothing yet in this version; it gives the same results"
-    ]

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from genrec.data.format import DataError
+from genrec.training.feed import StepInput
 from genrec.training.sharding import Attempt, Ranks
 from genrec.training.step import NonFiniteError
+from genrec.training.tables import ShardedTables
 
 NO_DROPOUT = "NetworkArgs.hidden_dropout = 0.0"
 
@@ -171,6 +174,15 @@ def test_an_error_of_the_loader_is_raised_before_anything_is_computed(make_step)
     train_step = watched(make_step())
     before = weights(train_step), optimizer_states(train_step)
     with pytest.raises(DataError, match=r"^damaged$"):
-        train_step.attempt(Attempt.of(read), step=1)
+        train_step.attempt(StepInput.of(Attempt.of(read), ranks=train_step.ranks), step=1)
     assert train_step.ranks.asked == ["before forward"]
     assert_unchanged(train_step, *before)
+
+
+def test_lookups_that_are_no_steps_do_not_count_as_such():
+    """Adam corrects its moments by the count, which FBGEMM keeps, and raises in each lookup."""
+    kernel = SimpleNamespace(iter_cpu=torch.tensor([7]), iter=torch.tensor([7]))
+    tables = object.__new__(ShardedTables)
+    tables.num_steps, tables.kernels = 3, [kernel]
+    tables.begin_step()
+    assert (int(kernel.iter_cpu), int(kernel.iter)) == (3, 3)
