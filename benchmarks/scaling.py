@@ -29,12 +29,13 @@ from typing import Any
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig, UserError
 from genrec.training.command_line import add_gin_arguments
+from genrec.training.dense_parallel import replicate
 from genrec.training.feed import Feed
 from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule
 from genrec.training.pipeline import has_cached_tables, make_feed
 from genrec.training.run import Run
-from genrec.training.sharding import Ranks, process_group, replicate
+from genrec.training.sharding import Ranks, process_group
 from genrec.training.step import TrainStep
 from reporting import RESULTS, cpu, header, write
 
