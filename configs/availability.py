@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from genrec.configs.schema import (
+    ATTENTION_QUANTIZATIONS,
     LATER_DATASET_NAMES,
     MOVIELENS_NAMES,
     BenchmarkDatasetArgs,
@@ -18,6 +19,7 @@ from genrec.configs.schema import (
     find_cutlass_module,
 )
 
+SCALES_ACROSS_HEADS = ("fp8", "per-batch", "per-tensor")  # "fp8" scales gradients so
 MAX_HEAD_DIM = 256  # of the Triton kernels
 
 
@@ -31,11 +33,19 @@ def check_available(config: ExperimentConfig) -> None:
 def _missing_of_run(config: ExperimentConfig) -> Iterator[str]:
     if config.task == "retrieval":
         yield "retrieval, ranking is"
-    parallel_size = config.tensor_parallel.tensor_model_parallel_size
-    if parallel_size > 1:
-        yield f"TensorModelParallelArgs.tensor_model_parallel_size = {parallel_size} (tensor parallelism), 1 is"
-    if config.trainer.dense_parallel == "fsdp2" and parallel_size > 1:
-        yield "TrainerArgs.dense_parallel = 'fsdp2' with tensor parallelism, 'ddp' is"
+    if config.tensor_parallel.tensor_model_parallel_size > 1:
+        yield from _missing_of_tensor_parallelism(config)
+
+
+def _missing_of_tensor_parallelism(config: ExperimentConfig) -> Iterator[str]:
+    asked = f"TensorModelParallelArgs.tensor_model_parallel_size = {config.tensor_parallel.tensor_model_parallel_size}"
+    if config.trainer.dense_parallel == "fsdp2":
+        yield f"{asked} with TrainerArgs.dense_parallel = 'fsdp2', 'ddp' is"
+    mode = config.mixed_precision.hstu_attn_quantization_mode
+    if config.mixed_precision.has_fp8_attention and mode in SCALES_ACROSS_HEADS:
+        # The scale would be that of a rank's heads, and change with the number of ranks.
+        others = ", ".join(repr(m) for m in ATTENTION_QUANTIZATIONS if m not in (*SCALES_ACROSS_HEADS, "128x1"))
+        yield f"{asked} with MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r}, {others} are"
 
 
 def _missing_of_network(config: ExperimentConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from genrec.configs.checks import refusal, require
@@ -47,15 +47,30 @@ def _check_fp8_head(config: ExperimentConfig) -> None:
     require(ranking, "prediction_head_arch", bool(hidden), none_hidden)
     for width in hidden:
         _require_fp8_width(config, ranking, "prediction_head_arch", width, how=f"has the hidden width {width}, which ")
+    for width in _shared_widths(config, ranking.prediction_head_arch):
+        how = f"has the hidden width {width}, whose part on each rank "
+        part = width // _num_peers(config)
+        _require_fp8_width(config, ranking, "prediction_head_arch", part, how=how)
+
+
+def _shared_widths(config: ExperimentConfig, layer_sizes: Sequence[int]) -> Iterator[int]:
+    """The widths of a head that ranks share: between its first and second layer, third and fourth, ..."""
+    num_peers = _num_peers(config)
+    return (width for width in layer_sizes[:-1:2] if num_peers > 1 and width % num_peers == 0)
+
+
+def _num_peers(config: ExperimentConfig) -> int:
+    return config.tensor_parallel.tensor_model_parallel_size
 
 
 def _check_fp8_attention_heads(config: ExperimentConfig) -> None:
-    """The width of all heads together, of which both linears of a layer have a multiple on one side."""
+    """The width of a rank's heads together, of which both linears of a layer have a multiple on one side."""
     network = config.network
-    heads = network.num_attention_heads
+    heads = network.num_attention_heads // _num_peers(config)
     step = _fp8_multiple(config) // math.gcd(_fp8_multiple(config), heads)
     such_as = f"kv_channels = {_nearest_multiples(network.kv_channels, step)}"
-    how = f"times num_attention_heads = {heads} "
+    shared = f" / {_num_peers(config)}" if _num_peers(config) > 1 else ""
+    how = f"times num_attention_heads = {network.num_attention_heads}{shared} "
     _require_fp8_width(config, network, "kv_channels", network.kv_channels * heads, how=how, such_as=such_as)
 
 

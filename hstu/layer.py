@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from genrec.configs.schema import MixedPrecisionArgs, NetworkArgs
 from genrec.hstu.attention import RelativeBias, hstu_attention
 from genrec.hstu.attention.interface import check_available
-from genrec.hstu.dropout import dropout
+from genrec.hstu.dropout import shared_dropout
 from genrec.hstu.jagged import JaggedSequence
 from genrec.hstu.linear import make_linear
 from genrec.hstu.norm import HeadNorm, Norm
+from genrec.hstu.parallel import ALONE, Split, TensorParallel, copy_to_region
 from genrec.hstu.recompute import recomputed
 from genrec.hstu.relative_bias import RELATIVE_BIASES
 
@@ -98,6 +99,8 @@ class HSTULayer(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network
+        self.tp = ALONE
+        self.num_heads = network.num_attention_heads  # of this rank
         self.style = LAYER_STYLES[network.layer_style]
         self.quantization, self.attention_backend, self.quantizes_in_eval = "bf16", network.kernel_backend, False
         asked = precision is not None and precision.has_fp8_attention
@@ -125,9 +128,12 @@ class HSTULayer(nn.Module):
             if by_head
             else Norm(width, epsilon=epsilon, affine=affine)
         )
-        gate_width = 3 * width if self.style.concatenates else width
         self.output = make_linear(
-            gate_width, network.hidden_size, bias=self.style.output_bias, precision=precision, why_not=why_not
+            self._num_gate_parts * width,
+            network.hidden_size,
+            bias=self.style.output_bias,
+            precision=precision,
+            why_not=why_not,
         )
         self.relative_bias = None if kind == "none" else RELATIVE_BIASES[kind](max_seqlen_tokens=max_seqlen_tokens)
         self.reset_own_parameters()
@@ -137,6 +143,19 @@ class HSTULayer(nn.Module):
         if self.uvqk.bias is not None:
             with torch.no_grad():
                 self.uvqk.bias[self.uvqk.out_features // 2 :] = self.network.qk_bias_init
+
+    def share_out(self, tp: TensorParallel) -> None:
+        """Keep this rank's heads: their rows of W1 in u, v, q and k, their columns of W2 in each part of the gate."""
+        assert self.num_heads % tp.size == 0
+        self.tp = tp
+        self.num_heads //= tp.size
+        self.uvqk.share_out(tp, "rows", num_blocks=4)
+        self.output_norm.share_out(tp)
+        self.output.share_out(tp, "columns", num_blocks=self._num_gate_parts)
+
+    @property
+    def _num_gate_parts(self) -> int:
+        return 3 if self.style.concatenates else 1
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """The same tokens, one layer on."""
@@ -149,7 +168,13 @@ class HSTULayer(nn.Module):
             u, v, q, k = activated.split(width, dim=1) if self.style.activates_all else (activated, *parts[1:])
             attended = self._attend(sequence, q=q, k=k, v=v)
             gated = self._gate(sequence.real_rows(u), sequence.real_rows(attended))
-        gated = dropout(gated, p=self.network.hidden_dropout, training=self.training)
+        gated = shared_dropout(
+            gated,
+            p=self.network.hidden_dropout,
+            training=self.training,
+            split=Split(1, self._num_gate_parts),
+            tp=self.tp,
+        )
         return replace(sequence, values=sequence.values + self.output(sequence.padded(gated)))
 
     def _activate(self, raw: Tensor) -> Tensor:
@@ -168,8 +193,8 @@ class HSTULayer(nn.Module):
         return mixed
 
     def _attend(self, sequence: JaggedSequence, *, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(T + P, H * d)."""
-        heads = (-1, self.network.num_attention_heads, self.network.kv_channels)
+        """(T + P, H * d), of this rank's heads."""
+        heads = (-1, self.num_heads, self.network.kv_channels)
         is_fp8 = self.quantization != "bf16" and (self.training or self.quantizes_in_eval)
         attended = hstu_attention(
             q.view(heads),
@@ -195,7 +220,8 @@ class HSTULayer(nn.Module):
         if self.relative_bias is None:
             return None
         assert sequence.timestamps is not None
-        position_weight, time_weight = self.relative_bias()
+        # All heads read them, so their gradient is a sum over all ranks' heads.
+        position_weight, time_weight = (copy_to_region(weight, self.tp) for weight in self.relative_bias())
         # A row's time is its own. The research code takes the next item's, which tells history about the future.
         return RelativeBias(position_weight, time_weight, sequence.timestamps, sequence.timestamps)
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.dropout import dropout
-from genrec.hstu.linear import make_linear
+from genrec.hstu.linear import Linear, make_linear
 from genrec.hstu.norm import Norm
+from genrec.hstu.parallel import TensorParallel
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 NORM_EPSILON = 1e-5
@@ -52,6 +53,18 @@ class PredictionHead(nn.Module):
         self.output = make_linear(sizes[-2], sizes[-1], bias=bias, precision=precision, why_not=LAST_OF_HEAD)
         if zero_init:
             nn.init.zeros_(self.output.weight)
+
+    def share_out(self, tp: TensorParallel) -> None:
+        """Keep this rank's part of each pair of layers (first and second, third and fourth, ...).
+
+        The width between them is shared; a pair whose width the ranks don't divide, and a last layer without a partner,
+        stay whole on every rank.
+        """
+        linears = [module for module in (*self.hidden, self.output) if isinstance(module, Linear)]
+        for first, second in zip(linears[::2], linears[1::2], strict=False):
+            if first.out_features % tp.size == 0:
+                first.share_out(tp, "rows")
+                second.share_out(tp, "columns")
 
     def forward(self, states: Tensor) -> Tensor:
         """states: (N, D) -> logits (N, layer_sizes[-1]) float32."""

@@ -67,11 +67,11 @@ def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
 
     Sharded tables are left to themselves: TorchRec exchanges their gradients, averaged like DDP's.
     """
-    if ranks.world_size == 1 or isinstance(model, FSDPModule):
+    if ranks.data_size == 1 or isinstance(model, FSDPModule):
         return model
     apart = list(sharded_parameters(model))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, process_group=ranks.data_group, gradient_as_bucket_view=True)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -81,7 +81,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def loss_scale(ranks: Ranks, num_targets: int) -> float:
     """The factor of a rank's summed loss so that the averaged gradient is that of the mean over all targets."""
-    return ranks.world_size / num_targets
+    return ranks.data_size / num_targets
 
 
 @contextlib.contextmanager

@@ -106,6 +106,8 @@ def evaluate(
             on_device = batch.to(ranks.device)
             output = model(on_device)
             scores, labels = model.scores(output), model.binary_labels(output.labels)
+            if not ranks.is_first_peer:  # its peers have the same
+                continue
             user_ids = on_device.user_ids.repeat_interleave(on_device.num_labelled)
             metrics.update(scores, labels, user_ids, hits=model.hits(output))
             num_targets.add_(len(labels))

@@ -40,12 +40,13 @@ class StepInput:
     def of(batches: Attempt[Sequence[Batch]], *, ranks: Ranks) -> StepInput:
         """Asks the other ranks for their counts."""
         with ranks.progress.collective("all-reduce", "counts"):
-            return StepInput(batches, StepCounts(*ranks.sum_counts(own_counts(batches))))
+            return StepInput(batches, StepCounts(*ranks.sum_counts(own_counts(batches, ranks=ranks))))
 
 
-def own_counts(batches: Attempt[Sequence[Batch]]) -> list[int]:
-    """The numbers of StepCounts on this rank."""
-    own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in batches.value or ()]
+def own_counts(batches: Attempt[Sequence[Batch]], *, ranks: Ranks) -> list[int]:
+    """The numbers of StepCounts on this rank; of peers, which read the same, the first counts what they read."""
+    counted = (batches.value or ()) if ranks.is_first_peer else ()
+    own = [(b.labels.shape[0], b.num_tokens, b.batch_size) for b in counted]
     counts = [sum(column) for column in zip((0, 0, 0), *own, strict=True)]
     return [*counts, int(batches.error is not None), int(stop_asked())]
 

@@ -74,7 +74,7 @@ def _located_in_sum(model: nn.Module, ranks: Ranks) -> str:
     """What is left where every rank alone is finite: the sum over ranks, then the norm of all gradients."""
     own = _gradients(model, over_ranks=False)
     for gradient in own.values():
-        ranks.sum(gradient.div_(ranks.world_size))  # as DDP does
+        ranks.average_gradient(gradient)
     gradients = own | _gradients(model, over_ranks=True)
     for summed in ranks.gather(_unsound_gradient(gradients, "the gradient of {}, added over ranks")):
         if summed is not None:

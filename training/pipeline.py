@@ -290,6 +290,6 @@ class OverlappedFeed(Feed):
     def _read_one(self) -> InFlight:
         self.ranks.progress.enter("reading a batch ahead")
         batches = Attempt.of(self._read)
-        sums = self.ranks.start_sum_counts(own_counts(batches))
+        sums = self.ranks.start_sum_counts(own_counts(batches, ranks=self.ranks))
         counts = functools.cache(lambda: StepCounts(*sums()))
         return InFlight(batches, counts, self._loader.state_dict())

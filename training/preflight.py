@@ -19,6 +19,7 @@ from genrec.configs.schema import ExperimentConfig
 from genrec.hstu.attention import tuning
 from genrec.hstu.attention.interface import check_device
 from genrec.hstu.layer import HSTULayer
+from genrec.hstu.parallel import TensorParallel
 from genrec.hstu.precision.capability import check_attention_available, check_linear_available
 from genrec.hstu.preprocessor import DTYPES
 from genrec.model.features import feature_layout
@@ -29,6 +30,7 @@ from genrec.training.datasets import read_run_metadata
 from genrec.training.optim import embedding_parameters
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.sharding import choose_device
+from genrec.training.tensor_parallel import WeightParts
 
 MIB = 2**20
 # Optimizer values a weight has; row-wise Adagrad has one a row, which is next to nothing.
@@ -44,6 +46,9 @@ def check(config: ExperimentConfig) -> None:
     check_places(config)
     metadata = read_run_metadata(config)
     model = RankingModel(config, metadata=metadata, device=torch.device("meta"))
+    num_peers = config.tensor_parallel.tensor_model_parallel_size
+    if num_peers > 1:
+        WeightParts(model, TensorParallel(size=num_peers))  # what the first of them has
     tokens = feature_layout(config, metadata).max_num_tokens
     console = Console(soft_wrap=True)
     if not console.is_terminal:
@@ -113,10 +118,10 @@ def activation_memory(config: ExperimentConfig, max_num_tokens: int) -> int:
     """Bytes kept for backward when every user of a train batch has the longest sequence.
 
     A layer keeps its input and normed input (hidden_size), u, v, q, k before and after SiLU, the attention's output and
-    its gated norm (num_attention_heads * kv_channels each).
+    its gated norm (kv_channels each, for each of a rank's heads).
     """
-    network = config.network
-    heads_width = network.num_attention_heads * network.kv_channels
+    network, num_peers = config.network, config.tensor_parallel.tensor_model_parallel_size
+    heads_width = network.num_attention_heads // num_peers * network.kv_channels
     per_token = network.num_layers * (2 * network.hidden_size + 10 * heads_width)
     bytes_each = torch.finfo(DTYPES[network.dtype_str]).bits // 8
     return config.trainer.train_batch_size * max_num_tokens * per_token * bytes_each

@@ -49,22 +49,23 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
 
 def restore_for_evaluation(path: Path, state: TrainingState) -> None:
     """Put what training evaluates into the model: weights, or their average where the run kept one, and FP8 state."""
-    restore_tensors(path, TrainingState(model=state.model, tables=state.tables))
+    restore_tensors(path, TrainingState(model=state.model, tables=state.tables, parts=state.parts))
     sharded = {} if state.tables is None else sharded_weights(state.tables)
     own = {checkpoint_name(name): tensor for name, tensor in state.model.state_dict().items()}
     averaged = [name.removeprefix(AVERAGE) for name in read_shapes(path) if name.startswith(AVERAGE)]
-    whole = read_tensors(path, prefixes=(AVERAGE,), without=[f"{AVERAGE}{name}" for name in sharded])
+    whole = read_for(path, state, prefixes=(AVERAGE,), without=[f"{AVERAGE}{name}" for name in sharded])
     for name, tensor in below(whole, AVERAGE).items():
         own[name].copy_(tensor)
     read_into(path, {f"{AVERAGE}{name}": sharded[name] for name in averaged if name in sharded})
 
 
 def read_for(
-    path: Path, state: TrainingState, *, prefixes: tuple[str, ...], without: Sequence[str]
+    path: Path, state: TrainingState, *, prefixes: tuple[str, ...], without: Sequence[str] = ()
 ) -> dict[str, Tensor]:
     """``read_tensors``; of dense weights that ranks share, of their moments and averages too, this rank's part."""
     parted = parted_weights(state.model)
-    return read_tensors(path, prefixes=prefixes, without=without, like=lambda name: parted.get(weight_of(name)))
+    tensors = read_tensors(path, prefixes=prefixes, without=without, like=lambda name: parted.get(weight_of(name)))
+    return tensors if state.parts is None else state.parts.cut(tensors)
 
 
 def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) -> None:

@@ -46,6 +46,7 @@ from genrec.training.state import (
 from genrec.training.step import NonFiniteError
 from genrec.training.table_plan import TablePlacement, placements, plan_tables, sharded_tables
 from genrec.training.tables import ShardedTables, table_sharder
+from genrec.training.tensor_parallel import WeightParts, check_tables
 
 LOG = logging.getLogger(__name__)
 
@@ -62,17 +63,19 @@ class Evaluator:
         self.data = RunData(
             config,
             splits=splits,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=ranks.data_rank,
+            world_size=ranks.data_size,
             pin_memory=ranks.device.type == "cuda",
         )
         self.table_specs = embedding_tables(config, self.data.metadata)
         self._sharded = sharded_tables(
             self.table_specs, self._table_config, device_type=ranks.device.type, world_size=ranks.world_size
         )
+        check_tables(self._sharded, ranks.tensor)
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
         self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
         self.tables: ShardedTables | None = None
+        self.parts: WeightParts | None = None
         wanted = {*STANDARD_METRICS, *config.ranking.eval_metrics}
         self.metric_names = tuple(name for name in RANKING_METRICS if name in wanted)
 
@@ -84,6 +87,8 @@ class Evaluator:
             plan = self.ranks.together(self._plan if self.ranks.is_main else lambda: None)
             plan = self.ranks.gather(plan)[0]
             self.tables = ShardedTables(self.model, plan, config=self._table_config, ranks=self.ranks)
+        if self.ranks.tensor.size > 1:
+            self.parts = WeightParts(self.model, self.ranks.tensor)
         self._place_dense()
 
     def _place_dense(self) -> None:
@@ -97,7 +102,8 @@ class Evaluator:
 
     def restore_for_evaluation(self, path: Path) -> None:
         """Put the weights of a checkpoint, or their average, into the model."""
-        restore.restore_for_evaluation(path, TrainingState(model=self.model, tables=self.tables))
+        state = TrainingState(model=self.model, tables=self.tables, parts=self.parts)
+        restore.restore_for_evaluation(path, state)
 
     @property
     def _table_config(self) -> ExperimentConfig:
@@ -174,7 +180,7 @@ class Run(Evaluator):
         self.optimizers = build_optimizers(self.model, self.config.optimizer)
         if trainer.ema_decay is not None:
             self.average = WeightAverage(self.model, decay=trainer.ema_decay)
-        seed_everything(trainer.seed + self.ranks.rank)  # each rank draws its own dropout
+        seed_everything(trainer.seed + self.ranks.data_rank)  # each part of the data has its own dropout
 
     @property
     def state(self) -> TrainingState:
@@ -185,6 +191,7 @@ class Run(Evaluator):
             average=self.average,
             tables=self.tables,
             vocabulary=self.vocabulary,
+            parts=self.parts,
         )
 
     def write_config(self) -> None:
@@ -228,7 +235,8 @@ class Run(Evaluator):
             return
         host = {
             "step": step,
-            "world_size": self.ranks.world_size,
+            "world_size": self.ranks.data_size,
+            "tensor_parallel_size": self.ranks.tensor.size,
             "loader": self.loader.state_dict(),
             "data": self.data.identity,
             "meter": self.meter.values,
@@ -286,15 +294,17 @@ class Run(Evaluator):
         restore.restore_tensors(path, self.state)
         self.loader.load_state_dict(host["loader"])
         self.meter.values = host["meter"]
-        if host["world_size"] == self.ranks.world_size:
-            set_random_state(read_host(path, rank=self.ranks.rank)["random"])
+        if host["world_size"] == self.ranks.data_size:
+            # Peers have the same random state.
+            place = self.ranks.data_rank * host.get("tensor_parallel_size", 1)
+            set_random_state(read_host(path, rank=place)["random"])
             LOG.info("continues from %s", path)
         else:
             LOG.warning(
                 "continues from %s of %d ranks with %d: with other global batches and random numbers than there",
                 path,
                 host["world_size"],
-                self.ranks.world_size,
+                self.ranks.data_size,
             )
         self._saved_step = int(host["step"])
         return self._saved_step

@@ -16,8 +16,9 @@ from genrec.training.checkpoint import CheckpointError
 # ended the run, another device computes the same up to rounding and its own random numbers, evaluation leaves FP8
 # state alone, and gradients are summed over ranks however these share the dense weights. How tables are sharded is left
 # out too (_without_sharding): only with Adam does it change a step, whose rows, where a step doesn't read them, it
-# leaves alone in a sharded table.
+# leaves alone in a sharded table. How many ranks share the layers changes no more than rounding.
 FREE_FIELDS = {
+    "TensorModelParallelArgs": ("tensor_model_parallel_size",),
     "DatasetArgs": ("dataset_path", "num_workers"),
     "MixedPrecisionArgs": ("fp8_during_eval",),
     "RankingArgs": ("eval_metrics",),

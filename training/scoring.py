@@ -19,6 +19,7 @@ from genrec.training.preflight import require_available
 from genrec.training.report import evaluation_line
 from genrec.training.run import Evaluator
 from genrec.training.sharding import Ranks, is_main_process, process_group
+from genrec.training.tensor_parallel import with_peers
 from genrec.training.watchdog import watching
 
 
@@ -56,6 +57,7 @@ def score(
         process_group(trainer.device) as ranks,
         watching(ranks, timeout_s=trainer.hang_timeout_s, folder=Path(trainer.output_dir) / "hang"),
     ):
+        ranks = with_peers(ranks, config.tensor_parallel.tensor_model_parallel_size)
         if scores_path is not None:
             ranks.together(lambda: _check_target(scores_path) if ranks.is_main else None)
         evaluator = ranks.together(lambda: Evaluator(config, ranks=ranks, splits=(split,)))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from genrec.configs.schema import ConfigError, UnavailableError, UserError
+from genrec.hstu.parallel import ALONE, TensorParallel
 from genrec.training.progress import Progress
 
 T = TypeVar("T")
@@ -58,6 +59,10 @@ class Ranks:
 
     group: by which a thread of its own meets those of the other ranks; None: the one that all have joined. host_group:
     the same ranks, for numbers that lie on the host; None where ``group`` takes them.
+
+    With tensor parallelism the ranks are a grid, rank = data_rank * tensor.size + tensor.rank: those of one
+    ``data_rank`` read the same batches and are peers in ``tensor``; those of one tensor.rank, the ``data_group``, hold
+    the same weights and read different batches. Without, each is a row of its own.
     """
 
     rank: int
@@ -66,11 +71,28 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     host_group: dist.ProcessGroup | None = None
     progress: Progress = field(default_factory=Progress, compare=False)
+    tensor: TensorParallel = ALONE
+    data_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that writes and prints."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return self.rank // self.tensor.size
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the data goes."""
+        return self.world_size // self.tensor.size
+
+    @property
+    def is_first_peer(self) -> bool:
+        """Whether what this rank sees of its batches counts in sums over ranks: peers see the same once more."""
+        return self.tensor.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         """``tensor`` summed over ranks, in place."""
@@ -78,6 +100,14 @@ class Ranks:
             with self.progress.collective("all-reduce"):
                 dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def average_gradient(self, gradient: Tensor) -> None:
+        """What DDP does to a gradient, in place."""
+        gradient.div_(self.data_size)
+        if self.data_group is None:  # that of all ranks
+            self.sum(gradient)
+        else:
+            dist.all_reduce(gradient, group=self.data_group)
 
     def sum_counts(self, counts: Sequence[int]) -> list[int]:
         """Whole numbers summed over ranks, on the host: no device is waited for."""
@@ -147,7 +177,7 @@ def process_group(device: str) -> Iterator[Ranks]:
         _join("nccl" if chosen.type == "cuda" else "gloo")
     try:
         host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if chosen.type == "cuda" else None
-        yield Ranks(dist.get_rank(), dist.get_world_size(), chosen, host_group)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), chosen, host_group=host_group)
     except BaseException as error:
         if joins:
             _tell_in_order(error)

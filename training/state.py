@@ -23,6 +23,7 @@ from genrec.hstu.precision.state import precision_tensors
 from genrec.training.average import WeightAverage
 from genrec.training.dense_parallel import own_part
 from genrec.training.tables import ShardedTables
+from genrec.training.tensor_parallel import WeightParts
 
 MODEL, OPTIMIZER, AVERAGE, PRECISION, VOCABULARY = "model.", "optimizer.", "average.", "precision.", "vocabulary."
 SHARDED_COLLECTION = re.compile(r"(?<=\bcollections\.)dim(\d+)_sharded(?=\.)")
@@ -34,13 +35,17 @@ MOMENT_KEYS = {"rowwise_adagrad": {"momentum1": "sum"}, "adam": ADAM_KEYS, "adam
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training changes. vocabulary: table to the keys of its rows (data/vocabulary.py), which it does not."""
+    """What training changes. vocabulary: table to the keys of its rows (data/vocabulary.py), which it does not.
+
+    parts: of which weights, and so moments and averages, this rank holds a part alone.
+    """
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
     average: WeightAverage | None = None
     tables: ShardedTables | None = None
     vocabulary: Mapping[str, np.ndarray] | None = None
+    parts: WeightParts | None = None
 
 
 def checkpoint_name(name: str) -> str:
@@ -85,6 +90,8 @@ def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
         }
     if average is not None:
         tensors |= {f"{AVERAGE}{name}": value for name, value in average.tensors.items()}
+    if state.parts is not None:
+        tensors = state.parts.joined(tensors)
     for table, keys in (state.vocabulary or {}).items():
         tensors[f"{VOCABULARY}{table}"] = torch.from_numpy(keys)
     # Cloned, since Transformer Engine's are columns of what it works with, and a checkpoint wants whole memory.

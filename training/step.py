@@ -35,6 +35,7 @@ from genrec.training.feed import Lookahead, StepInput
 from genrec.training.locate import locate
 from genrec.training.sharding import Attempt, Ranks
 from genrec.training.tables import ShardedTables
+from genrec.training.tensor_parallel import WeightParts
 
 
 class NonFiniteError(UserError):
@@ -107,6 +108,7 @@ class TrainStep:
         average: WeightAverage | None = None,
         tables: ShardedTables | None = None,
         lookahead: Lookahead | None = None,
+        parts: WeightParts | None = None,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
@@ -115,6 +117,7 @@ class TrainStep:
         self.average = average
         self.tables = tables
         self.lookahead = lookahead or Lookahead()
+        self.parts = parts
         self.set_learning_rates = set_learning_rates
         self._bare = unwrap(model)
         self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
@@ -179,7 +182,9 @@ class TrainStep:
         self.lookahead.forward_is_queued()
         loss_sum += self._backward_one(loss, scale)
         average_gradients(self._left_to_average, self.ranks)
-        return loss_sum
+        if self.parts is not None:
+            self.parts.even_out(self._bare)
+        return loss_sum if self.ranks.is_first_peer else torch.zeros_like(loss_sum)
 
     def _forward_one(self, batch: Batch) -> Tensor:
         self.ranks.progress.enter("forward")
@@ -193,13 +198,16 @@ class TrainStep:
 
     def _clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, ()."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self.tables is not None:  # there is no clipping with them, but they are not finite where others may be
-            gradients += self.tables.gate.gradients()
-        norm = total_norm(gradients)
+        norm = total_norm(self._gradients()) if self.parts is None else self.parts.gradient_norm(self._bare)
         if self.trainer.grad_clip_norm is not None:
             clip_gradients(self._parameters, self.trainer.grad_clip_norm, norm)
         return norm
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self.tables is not None:  # there is no clipping with them, but they are not finite where others may be
+            gradients += self.tables.gate.gradients()
+        return gradients
 
     def _agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[float, bool]:
         """The loss summed over ranks, and whether loss, gradients and what entered FP8 products is finite on all."""

@@ -30,6 +30,7 @@ from genrec.training.sharding import check_same_config, check_same_data, is_main
 from genrec.training.step import TrainStep
 from genrec.training.stopping import Stopped, listening
 from genrec.training.table_plan import placement_table
+from genrec.training.tensor_parallel import with_peers
 from genrec.training.watchdog import watching
 
 LOG = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ def train(config: ExperimentConfig) -> list[Line]:
         watching(ranks, timeout_s=trainer.hang_timeout_s, folder=Path(trainer.output_dir) / "hang"),
     ):
         check_same_config(ranks, config.digest)
+        ranks = with_peers(ranks, config.tensor_parallel.tensor_model_parallel_size)
         use_deterministic_algorithms(config.trainer.deterministic)
         ranks.progress.enter("reading the data and building the model")
         run = ranks.together(lambda: Run(config, ranks=ranks))
@@ -123,7 +125,7 @@ def use_deterministic_algorithms(wanted: bool) -> None:
 def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     trainer, ranks = run.config.trainer, run.ranks
     feed = make_feed(trainer, run.model.embeddings, loader=run.loader, ranks=ranks)
-    if ranks.is_main and ranks.world_size > 1:
+    if ranks.is_main and ranks.data_size > 1:
         say_balance(run, log, step=first_step)
     train_step = TrainStep(
         replicate(run.model, ranks),
@@ -136,6 +138,7 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         average=run.average,
         tables=run.tables,
         lookahead=feed,
+        parts=run.parts,
     )
     loop = Loop(
         trainer,

@@ -21,15 +21,24 @@ tokens there are, sums over tokens add the chunks in order, and a chunk of zeros
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from genrec.hstu.parallel import ALONE, TensorParallel, largest
 from genrec.hstu.precision.delayed import DelayedState, update_states
 from genrec.hstu.precision.recipes import LinearRecipe
 from genrec.hstu.precision.region import Region
-from genrec.hstu.precision.scaling import BLOCK, Quantized, quantize_blockwise, quantize_mxfp8, quantize_tensorwise
+from genrec.hstu.precision.scaling import (
+    BLOCK,
+    Quantized,
+    quantize_blockwise,
+    quantize_mxfp8,
+    quantize_tensorwise,
+    tensor_amax,
+)
 
 CHUNK = 128  # tokens
 
@@ -42,12 +51,15 @@ def emulated_linear(
     recipe: LinearRecipe,
     state: DelayedState | None,
     region: Region,
+    parts: Collection[str] = (),
+    tp: TensorParallel = ALONE,
 ) -> Tensor:
     """y = Q(x) Q(W)^T + b, with FP8 products in backward too.
 
     x: (T, in_features), T may be 0; weight: (out_features, in_features) float32, quantized straight from float32; bias:
     (out_features,), rounded to the dtype of ``x`` before it is added, as Transformer Engine does. ``state`` is that of
-    this linear, for recipes that have one.
+    this linear, for recipes that have one. ``parts``: the roles ("input", "weight", "grad_output") whose tensors are
+    parts of what the ranks of ``tp`` have together: one scale a tensor is then that of the whole.
 
     Returns (T, out_features), rounded to float32 and then to the dtype of ``x``. So are dx and dW, being products like
     this one, before dW takes the dtype of the weight; db is the float64 sum of the unquantized dy. Rows of zeros at the
@@ -60,7 +72,7 @@ def emulated_linear(
     parameters = [weight] if bias is None else [weight, bias]
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters))
     closes_backward = state is not None and training and region.record(state)
-    quantizer = _Quantizer(recipe, state, record=training)
+    quantizer = _Quantizer(recipe, state, record=training, parts=parts, tp=tp)
     output: Tensor = _EmulatedLinear.apply(x, weight, bias, quantizer, region if closes_backward else None)
     return output
 
@@ -68,8 +80,16 @@ def emulated_linear(
 class _Quantizer:
     """Quantizes the tensors of one call of a linear."""
 
-    def __init__(self, recipe: LinearRecipe, state: DelayedState | None, *, record: bool) -> None:
-        self.recipe, self.state, self.record = recipe, state, record
+    def __init__(
+        self,
+        recipe: LinearRecipe,
+        state: DelayedState | None,
+        *,
+        record: bool,
+        parts: Collection[str],
+        tp: TensorParallel,
+    ) -> None:
+        self.recipe, self.state, self.record, self.parts, self.tp = recipe, state, record, parts, tp
 
     def __call__(self, x: Tensor, role: str, *, columns: bool) -> tuple[Quantized, Quantized | None]:
         """``x`` (R, C) by rows, and, if wanted, by columns: its transpose (C, R)."""
@@ -81,10 +101,11 @@ class _Quantizer:
 
     def _rows(self, x: Tensor, role: str) -> Quantized:
         if self.state is not None:
-            return self.state.quantize(x, role, record=self.record)
+            return self.state.quantize(x, role, record=self.record)  # amaxes are reduced over all ranks later
         fmt = self.recipe.backward_format if role == "grad_output" else self.recipe.forward_format
         if self.recipe.name == "tensorwise":
-            return quantize_tensorwise(x, fmt)
+            amax = tensor_amax(x)
+            return quantize_tensorwise(x, fmt, amax=largest(amax, self.tp) if role in self.parts else amax)
         if self.recipe.name == "blockwise":
             return quantize_blockwise(x, fmt, (BLOCK, BLOCK) if role == "weight" else (1, BLOCK))
         assert self.recipe.name == "mxfp8"

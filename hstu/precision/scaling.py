@@ -59,12 +59,12 @@ def tensor_amax(x: Tensor) -> Tensor:
     return _magnitudes(x).amax().reshape(1)
 
 
-def quantize_tensorwise(x: Tensor, fmt: FP8Format) -> Quantized:
-    """One scale, max / amax of the tensor itself: "current scaling".
+def quantize_tensorwise(x: Tensor, fmt: FP8Format, *, amax: Tensor | None = None) -> Quantized:
+    """One scale, max / amax of the tensor itself: "current scaling". amax: (1,), where ``x`` is a part of a tensor.
 
     Float8CurrentScaling: nvte_compute_scale_from_amax (recipe/current_scaling.cu, recipe_common.cuh).
     """
-    return quantize_with_scale(x, _scale_from_amax(tensor_amax(x), fmt), fmt)
+    return quantize_with_scale(x, _scale_from_amax(tensor_amax(x) if amax is None else amax, fmt), fmt)
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, fmt: FP8Format) -> Quantized:

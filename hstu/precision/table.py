@@ -20,8 +20,9 @@ _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 class PrecisionRow:
     """One linear or attention.
 
-    kind: "linear" or "attention". shape: "128 -> 512" or "4 heads of 64". precision: "fp8 tensorwise hybrid (te)",
-    "bfloat16"; evaluation: the same of evaluation mode. note: why it is not in FP8 where others may be.
+    kind: "linear" or "attention". shape: "128 -> 512" or "4 heads of 64"; "128 -> 512 / 2" and "4 / 2 heads of 64"
+    where 2 ranks share them. precision: "fp8 tensorwise hybrid (te)", "bfloat16"; evaluation: the same of evaluation
+    mode. note: why it is not in FP8 where others may be.
     """
 
     module: str
@@ -69,7 +70,7 @@ def _linear_row(name: str, linear: Linear, dtype: str) -> PrecisionRow:
     return PrecisionRow(
         module=name,
         kind="linear",
-        shape=f"{linear.in_features} -> {linear.out_features}",
+        shape=_linear_shape(linear),
         precision=precision,
         evaluation=precision if linear.during_eval else dtype,
         note=linear.why_not,
@@ -85,11 +86,24 @@ def _attention_row(name: str, layer: HSTULayer, dtype: str) -> PrecisionRow:
     return PrecisionRow(
         module=name,
         kind="attention",
-        shape=f"{network.num_attention_heads} heads of {network.kv_channels}",
+        shape=f"{network.num_attention_heads}{_shared(layer.tp.size)} heads of {network.kv_channels}",
         precision=precision,
         evaluation=precision if layer.quantizes_in_eval else dtype,
         note=layer.attention_why_not,
     )
+
+
+def _linear_shape(linear: Linear) -> str:
+    size = linear.tp.size
+    if linear.shares == "rows":
+        return f"{linear.in_features} -> {linear.out_features * size}{_shared(size)}"
+    if linear.shares == "columns":
+        return f"{linear.in_features * size}{_shared(size)} -> {linear.out_features}"
+    return f"{linear.in_features} -> {linear.out_features}"
+
+
+def _shared(num_ranks: int) -> str:
+    return f" / {num_ranks}" if num_ranks > 1 else ""
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from genrec.hstu.parallel import ALONE, PARTS, TensorParallel
 from genrec.hstu.precision.recipes import LinearRecipe
 from genrec.hstu.precision.region import fp8_region
 
 # Where a tensor's scale and amax lie in Transformer Engine's state of a linear: (which state, which column).
 _PLACES = {"input": ("scaling_fwd", 0), "weight": ("scaling_fwd", 1), "grad_output": ("scaling_bwd", 0)}
+# Transformer Engine's names for what of a weight is shared.
+_PARALLEL_MODES = {"": None, "rows": "column", "columns": "row"}
+_SHARED_AMAX = "genrec_tp_group"
 
 
 @functools.cache
@@ -53,7 +57,14 @@ class TransformerEngineLinear:
     def __init__(self, linear: nn.Linear, recipe: LinearRecipe) -> None:
         self.linear = linear
         self.recipe = recipe
+        self.tp = ALONE
+        self.shares = ""
         self._module: Any = None
+
+    def share_out(self, tp: TensorParallel, shares: str) -> None:
+        """The linear has become this rank's part of one that ``tp`` share; ``shares`` as in ``Linear``."""
+        assert self._module is None
+        self.tp, self.shares = tp, shares
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in_features), T a multiple of the recipe's -> (T, out_features)."""
@@ -62,8 +73,11 @@ class TransformerEngineLinear:
             if self.recipe not in region.autocasts:
                 region.autocasts.add(self.recipe)
                 region.exits.enter_context(_autocast(self.recipe))
-            # Its product rounds a float32 bias to bfloat16; added afterwards the bias stays what it is.
-            module.gemm_bias_unfused_add = module.apply_bias and x.dtype == torch.float32
+            if self.shares and self.recipe.name == "tensorwise":
+                self._share_amaxes(module)
+            # Its product rounds a float32 bias to bfloat16; added afterwards the bias stays what it is. A bias of
+            # shared columns is added once, to the sum over ranks.
+            module.gemm_bias_unfused_add = module.apply_bias and (x.dtype == torch.float32 or self.shares == "columns")
             # float32 weights with 16-bit activations: Transformer Engine allows it under autocast alone.
             with torch.autocast("cuda", dtype=x.dtype, enabled=x.dtype != torch.float32):
                 product: Tensor = module(x)
@@ -84,17 +98,35 @@ class TransformerEngineLinear:
             views[f"scale.{role}"] = state.scale[column : column + 1]
         return views
 
+    def _share_amaxes(self, module: Any) -> None:
+        """Let a scale be that of the whole tensor where this rank has a part: Transformer Engine would take the part's.
+
+        Its own amaxes of delayed scaling it reduces over all ranks.
+        """
+        module.init_fp8_metadata(num_gemms=1)
+        _keep_shared_amaxes()
+        for role in PARTS[self.shares]:
+            place, column = _PLACES[role]
+            quantizer = module.quantizers[place][column]
+            setattr(quantizer, _SHARED_AMAX, self.tp.group)
+            quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.tp.group
+
     def _with_parameters(self) -> Any:
         linear = self.linear
         if self._module is None:
             import transformer_engine.pytorch as te
 
+            # It wants the features of the whole.
+            in_parts, out_parts = {"": (1, 1), "rows": (1, self.tp.size), "columns": (self.tp.size, 1)}[self.shares]
             self._module = te.Linear(
-                linear.in_features,
-                linear.out_features,
+                linear.in_features * in_parts,
+                linear.out_features * out_parts,
                 bias=linear.bias is not None,
                 params_dtype=torch.float32,
                 device="meta",
+                parallel_mode=_PARALLEL_MODES[self.shares],
+                tp_group=self.tp.group,
+                tp_size=self.tp.size,
             )
         # Each time: moving or casting a module may replace its parameters.
         self._module._parameters["weight"] = linear.weight
@@ -109,3 +141,22 @@ def _autocast(recipe: LinearRecipe) -> contextlib.AbstractContextManager[None]:
 
     region: contextlib.AbstractContextManager[None] = te.autocast(enabled=True, recipe=te_recipe(recipe))
     return region
+
+
+@functools.cache
+def _keep_shared_amaxes() -> None:
+    """Let te.Linear leave the groups alone that ``_share_amaxes`` has given to quantizers.
+
+    From version 2.18 on it sets them in each pass: to None without sequence parallelism.
+    """
+    from transformer_engine.pytorch.module import linear
+
+    name = "set_quantizer_amax_reduction_group"
+    theirs = getattr(linear, name, None)
+    if theirs is None:
+        return
+
+    def ours(quantizer: Any, group: Any) -> None:
+        theirs(quantizer, getattr(quantizer, _SHARED_AMAX, group))
+
+    setattr(linear, name, ours)

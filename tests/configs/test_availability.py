@@ -13,10 +13,14 @@ def fp8_attention(**changes):
     return schema.MixedPrecisionArgs("fp8", hstu_attn_quantization_mode="per-block", **changes)
 
 
+PEERS = schema.TensorModelParallelArgs(2)
 MISSING = [
-    ({"tensor_parallel": schema.TensorModelParallelArgs(2)}, "tensor parallelism"),
-    ({"tensor_parallel": schema.TensorModelParallelArgs(2), "trainer": {"dense_parallel": "fsdp2"}},
-     "TrainerArgs.dense_parallel = 'fsdp2' with tensor parallelism, 'ddp' is"),
+    ({"tensor_parallel": PEERS, "trainer": {"dense_parallel": "fsdp2"}},
+     "tensor_model_parallel_size = 2 with TrainerArgs.dense_parallel = 'fsdp2', 'ddp' is"),
+    *(({"tensor_parallel": PEERS,
+        "mixed_precision": schema.MixedPrecisionArgs("fp8", None, hstu_attn_quantization_mode=m)},
+       f"hstu_attn_quantization_mode = {m!r}, 'bf16', '1xdim', 'per-block', 'per-head' are")
+      for m in ("fp8", "per-batch", "per-tensor")),
     ({"mixed_precision": fp8_attention(), "network": {"layer_style": "research"}},
      "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per-block' with a relative bias (NetworkArgs.layer_style = "
      "'research'), 'bf16' and NetworkArgs.relative_bias = 'none' are"),
@@ -65,6 +69,8 @@ def test_retrieval_is_named(experiment):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"tensor_parallel": PEERS},
+        {"tensor_parallel": PEERS, "mixed_precision": fp8_attention(linear_recipe=None)},
         {"trainer": {"nonfinite": "locate"}},
         {"trainer": {"pipeline_type": "native"}},
         {"trainer": {"pipeline_type": "prefetch"}},

@@ -13,6 +13,7 @@ from genrec.configs.schema import (
     FeatureArgs,
     MixedPrecisionArgs,
     RetrievalArgs,
+    TensorModelParallelArgs,
 )
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -181,6 +182,23 @@ def test_the_suggested_kv_channels_are_accepted(fp8_experiment, heads, kv_channe
         fp8_experiment(network={**network, "kv_channels": kv_channels})
     for suggestion in allowed.split(" or "):
         assert fp8_experiment(network={**network, "kv_channels": int(suggestion)})
+
+
+def test_parts_of_widths_suit_the_recipe_too(fp8_experiment):
+    """Of ranks that share the heads."""
+    peers = {"tensor_parallel": TensorModelParallelArgs(2)}
+    four_heads = fp8_experiment(network={"num_attention_heads": 4, "kv_channels": 8})
+    assert dataclasses.replace(four_heads, **peers)
+    with pytest.raises(ConfigError, match="kv_channels = 8 times num_attention_heads = 4 / 4 must be a multiple of 16"):
+        dataclasses.replace(four_heads, tensor_parallel=TensorModelParallelArgs(4))
+    for hidden, fits in (((32, 1), True), ((16, 1), False), ((32, 16, 1), True), ((32, 16, 16, 1), False)):
+        ranking = {"prediction_head_arch": hidden}
+        config = fp8_experiment(ranking=ranking, enable_fp8_for_prediction_head=True)
+        if fits:
+            assert dataclasses.replace(config, **peers)
+            continue
+        with pytest.raises(ConfigError, match="hidden width 16, whose part on each rank must be a multiple of 16"):
+            dataclasses.replace(config, **peers)
 
 
 def test_retrieval_has_no_head_for_fp8(fp8_experiment):

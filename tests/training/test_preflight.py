@@ -11,7 +11,7 @@ from genrec.configs.schema import UserError
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import read_run_metadata
-from genrec.training.preflight import check_places, require_available, weight_memory
+from genrec.training.preflight import check, check_places, require_available, weight_memory
 
 
 def test_places_that_can_be_written_are_left_alone(tmp_path, tiny_config):
@@ -65,3 +65,17 @@ def test_memory_of_dense_weights_in_parts(tmp_path, tiny_config):
     layer = 16 * 64 + 64 + 16 * 16 + 2 * 16 + 2 * 16  # W1, b1, W2 and two norms
     assert four.keys() - one.keys() == {"whole weights and gradients of two layers"}
     assert four["whole weights and gradients of two layers"] == 2 * 2 * 4 * layer
+
+
+def test_ranks_that_share_the_layers_have_a_part_each(tmp_path, tiny_config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    tables = []
+    for number in (1, 2):
+        peers = f"TensorModelParallelArgs.tensor_model_parallel_size = {number}"
+        check(tiny_config(tmp_path / "run", peers))
+        tables.append(capsys.readouterr().out)
+    assert "16 -> 64 " in tables[0] and "16 -> 64 / 2" in tables[1]
+    assert "16 / 2 -> 16" in tables[1] and "2 / 2 heads of 8" in tables[1]
+    # Of each of two layers 64 x 16 + 64 + 16 x 16 weights and 2 x 16 of a norm; of the head 8 x 16 + 8 + 8, not a bias.
+    assert "│ encoder    │ 133,888" in tables[0] and f"│ encoder    │ {133_888 - 1_376:,}" in tables[1]
+    assert "│ head       │ 145" in tables[0] and "│ head       │ 73" in tables[1]
