@@ -44,6 +44,7 @@ DATASET_NAMES = (*MOVIELENS_NAMES, *LATER_DATASET_NAMES)
 SPLIT_RULES = ("leave_last", "user", "global_time")
 KERNEL_BACKENDS = ("auto", "cutlass", "triton", "pytorch")
 CONTEXTUAL_MASKS = ("prefix", "history")
+TABLE_PLACEMENTS = ("auto", "hbm", "uvm", "uvm_caching")
 SHARDING_TYPES = ("data_parallel", "model_parallel", "row_wise", "table_wise", "column_wise", "auto")
 RANKING_METRICS = ("AUC", "GAUC", "NE", "LogLoss", "Accuracy")
 LOWER_IS_BETTER = ("NE", "LogLoss")
@@ -58,7 +59,7 @@ MAX_SEED = 2**63 - 1
 class TrainerArgs:
     """The training loop. Batch sizes are users per rank.
 
-    ``eval_interval=0`` evaluates only at the end; ``ckpt_save_interval=-1`` saves only at the end.
+    ``eval_interval=0`` evaluates only at the end; ``ckpt_save_interval=-1`` saves only at the end, 0 never.
     """
 
     train_batch_size: int
@@ -95,6 +96,9 @@ class TrainerArgs:
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     hang_timeout_s: float | None = 600.0  # end where no rank gets on for so long, naming who hangs; None: never
     dense_parallel: str = "ddp"  # "ddp": every rank holds the dense weights whole; "fsdp2": each a part of them
+    embedding_hbm_gib: float | None = None  # of each GPU, for shared tables; None: what is free, less a reserve
+    embedding_host_gib: float | None = None  # of host memory, for a rank's shared tables; None: not limited
+    embedding_cache_load_factor: float = 0.2  # share of the rows of a "uvm_caching" table that the GPU's cache holds
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -102,19 +106,23 @@ class TrainerArgs:
         require_at_least(self, 1, "max_eval_iters", "keep_checkpoints", "accumulate_steps")
         require_at_least(self, 0, "eval_interval", "seed", "profile_step_start", "warmup_steps")
         require(self, "seed", self.seed <= MAX_SEED, "must be below 2**63, being kept in 64 bits")
-        require_minus_one_or_positive(self, "ckpt_save_interval")
+        require_at_least(self, -1, "ckpt_save_interval")
         require_positive(self, "grad_clip_norm", "hang_timeout_s")
         sooner = self.hang_timeout_s is None or self.hang_timeout_s <= MAX_HANG_TIMEOUT_S
         most = f"must be at most {MAX_HANG_TIMEOUT_S:.0f}: after half an hour PyTorch ends a collective, without a name"
         require(self, "hang_timeout_s", sooner, most)
         require_fraction(self, "min_lr_ratio", below_one=False)
         require_fraction(self, "ema_decay")
+        require_positive(self, "embedding_hbm_gib", "embedding_host_gib", "embedding_cache_load_factor")
+        require_fraction(self, "embedding_cache_load_factor")
         require_choice(self, "pipeline_type", ("none", "native", "prefetch"))
         require_choice(self, "resume", ("auto", "never"))
         require_choice(self, "ckpt_load_parts", ("all", "embedding", "dense"))
         require_choice(self, "best_metric", BEST_METRICS)
         evaluates = self.best_metric is None or self.eval_interval > 0
         require(self, "best_metric", evaluates, "needs evaluations to choose from, with eval_interval above 0")
+        saves = self.best_metric is None or self.ckpt_save_interval != 0
+        require(self, "best_metric", saves, "needs checkpoints to keep, and ckpt_save_interval = 0 makes none")
         require_choice(self, "lr_schedule", ("constant", "linear", "cosine"))
         require_choice(self, "nonfinite", ("stop", "skip", "locate"))
         require_choice(self, "device", ("auto", "cpu", "cuda"))
@@ -149,6 +157,7 @@ class DatasetArgs:
     contextual_features: tuple[str, ...] | None = None  # None: all that the dataset has
     item_features: tuple[str, ...] = ()  # added to the items' embeddings, such as ["genres", "year"] of MovieLens
     sharding_types: dict[str, str] | None = None  # of tables, which have their features' names: {"item": "row_wise"}
+    table_placements: dict[str, str] | None = None  # of shared tables: {"item": "uvm_caching"}, see EmbeddingArgs
     event_dropout: float = 0.0  # share of events left out of a training sequence (one stays), drawn anew each epoch
 
     def __post_init__(self) -> None:
@@ -160,6 +169,7 @@ class DatasetArgs:
         require_unique(self, "contextual_features")
         require_unique(self, "item_features")
         require_choice_values(self, "sharding_types", SHARDING_TYPES)
+        require_choice_values(self, "table_placements", TABLE_PLACEMENTS)
         require_fraction(self, "event_dropout")
 
     def _resolve_alias(self) -> None:
@@ -240,12 +250,18 @@ class FeatureArgs:
 
 @dataclass(frozen=True)
 class EmbeddingArgs:
-    """One embedding table. ``item_vocab_size_or_capacity`` is its number of rows."""
+    """One embedding table. ``item_vocab_size_or_capacity`` is its number of rows.
+
+    placement: the memory of a shared table. "hbm": the device's own. "uvm": the host's, which a GPU reads row by row.
+    "uvm_caching": the host's, with a cache of rows on the GPU. "auto": as TorchRec's planner finds best within
+    TrainerArgs.embedding_hbm_gib.
+    """
 
     feature_names: tuple[str, ...]
     table_name: str
     item_vocab_size_or_capacity: int
     sharding_type: str = "data_parallel"  # "model_parallel", (genrec) "row_wise", "table_wise", "column_wise", "auto"
+    placement: str = "auto"  # (genrec) "auto", "hbm", "uvm", "uvm_caching"
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -254,6 +270,7 @@ class EmbeddingArgs:
         require(self, "table_name", bool(self.table_name), "must not be empty")
         require_at_least(self, 1, "item_vocab_size_or_capacity")
         require_choice(self, "sharding_type", SHARDING_TYPES)
+        require_choice(self, "placement", TABLE_PLACEMENTS)
 
 
 @dataclass(frozen=True)

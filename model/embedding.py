@@ -16,7 +16,8 @@ rely on it, since sharded tables may answer a wrong id with some row; PyTorch's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,19 +27,20 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, ExperimentConfig, NetworkArgs
+from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig, NetworkArgs
 from genrec.data.batch import Batch
 from genrec.data.format import DatasetMetadata, item_feature_key
 from genrec.hstu.preprocessor import HSTUInputs
 from genrec.model.features import FeatureLayout, feature_layout
 from genrec.model.gate import GradientGate
+from genrec.model.table_init import BlockwiseInit, is_blockwise
 
 
 @dataclass(frozen=True)
 class TableSpec:
     """One table: ``num_embeddings`` rows of ``embedding_dim`` numbers, read by the ids of ``feature_names``.
 
-    sharding_type: as configured, one of configs.schema.SHARDING_TYPES.
+    sharding_type, placement: as configured, of configs.schema.SHARDING_TYPES and TABLE_PLACEMENTS.
     """
 
     name: str
@@ -46,6 +48,7 @@ class TableSpec:
     num_embeddings: int
     embedding_dim: int
     sharding_type: str = "data_parallel"
+    placement: str = "auto"
 
 
 def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None) -> tuple[TableSpec, ...]:
@@ -64,13 +67,8 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
     if layout.action is not None:
         rows[layout.action] = metadata.num_actions
     rows |= {item_feature_key(name): feature.num_values for name, feature in metadata.item_features.items()}
-    sharding_types = config.dataset.sharding_types or {}
-    unknown = sorted(set(sharding_types) - set(layout.names))
-    if unknown:
-        raise ConfigError(
-            f"DatasetArgs.sharding_types names {unknown[0]!r}, which is no table of this run: it has"
-            f" {', '.join(map(repr, layout.names))}"
-        )
+    sharding_types = _by_table(config.dataset, "sharding_types", layout)
+    table_placements = _by_table(config.dataset, "table_placements", layout)
     return tuple(
         TableSpec(
             name=name,
@@ -78,9 +76,22 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
             num_embeddings=rows[name],
             embedding_dim=feature_dim(name, layout=layout, network=config.network),
             sharding_type=sharding_types.get(name, "data_parallel"),
+            placement=table_placements.get(name, "auto"),
         )
         for name in layout.names
     )
+
+
+def _by_table(dataset: DatasetArgs, field: str, layout: FeatureLayout) -> dict[str, str]:
+    """A field of values by table. Raises ConfigError for a table that there isn't."""
+    values: dict[str, str] = getattr(dataset, field) or {}
+    unknown = sorted(set(values) - set(layout.names))
+    if unknown:
+        raise ConfigError(
+            f"DatasetArgs.{field} names {unknown[0]!r}, which is no table of this run: it has"
+            f" {', '.join(map(repr, layout.names))}"
+        )
+    return values
 
 
 def feature_dim(name: str, *, layout: FeatureLayout, network: NetworkArgs) -> int:
@@ -107,6 +118,7 @@ def _listed_tables(dataset: BenchmarkDatasetArgs, layout: FeatureLayout, network
                 num_embeddings=args.item_vocab_size_or_capacity,
                 embedding_dim=dims.pop(),
                 sharding_type=args.sharding_type,
+                placement=args.placement,
             )
         )
     return tuple(tables)
@@ -136,14 +148,23 @@ def embedding_configs(tables: Sequence[TableSpec], *, init_std: float | None) ->
 
 
 class ShardableTables(EmbeddingCollection):
-    """The tables that several ranks share: what sharding replaces (training/tables.py). On one rank they are whole."""
+    """The tables that are to be shared by ranks: what sharding replaces (training/tables.py).
+
+    inits: by table's ``module_name``, of those whose weights are on the meta device, being too large for a whole copy.
+    """
+
+    def __init__(self, tables: list[EmbeddingConfig], inits: Mapping[str, BlockwiseInit]) -> None:
+        # TorchRec initialises what it shards too: large tables need that only once.
+        tables = [dataclasses.replace(t, init_fn=_leave) if t.name in inits else t for t in tables]
+        super().__init__(tables, device=torch.device("meta"))
+        self.inits = {table.name: inits[table.name] for table in tables if table.name in inits}
 
 
 class FeatureEmbeddings(nn.Module):
     """All tables of a model, float32, in an EmbeddingCollection for each embedding dim (TorchRec allows one in each).
 
     Tables that are to be sharded have collections of their own: "dim64" and "dim64_sharded". ``gate`` is there where
-    they are sharded (gate.py).
+    they are sharded (gate.py). Large tables are initialised apart from the others (table_init.py).
     """
 
     gate: GradientGate | None = None
@@ -156,29 +177,59 @@ class FeatureEmbeddings(nn.Module):
         init_std: float | None = None,
         item_feature_scale: float = 1.0,
         sharded: Collection[str] = (),
+        seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """sharded: names of the tables that are to be sharded."""
+        """sharded: names of the tables that are to be sharded. seed: of large tables' first weights."""
         super().__init__()
         self.layout = layout
         self.item_feature_scale = item_feature_scale
-        dims = sorted({table.embedding_dim for table in tables})
+        by_dim = {
+            dim: [t for t in tables if t.embedding_dim == dim] for dim in sorted({t.embedding_dim for t in tables})
+        }
         # All in one collection, and in this order, first weights are the same whatever is sharded.
-        whole = {
-            dim: EmbeddingCollection(
-                embedding_configs([table for table in tables if table.embedding_dim == dim], init_std=init_std),
-                device=device,
-            )
-            for dim in dims
+        small = {
+            dim: EmbeddingCollection(embedding_configs(small_tables, init_std=init_std), device=device)
+            for dim, alike in by_dim.items()
+            if (small_tables := [t for t in alike if not is_blockwise(t.num_embeddings, dim)])
         }
         self.collections = nn.ModuleDict()
-        for dim, collection in whole.items():
-            names = {module_name(name) for name in sharded}
-            replicated, shardable = _parted(collection, names)
-            if replicated is not None:
-                self.collections[f"dim{dim}"] = replicated
-            if shardable is not None:
-                self.collections[f"dim{dim}_sharded"] = shardable
+        for dim, alike in by_dim.items():
+            if dim in small and len(small[dim].embedding_configs()) == len(alike) and not _any_of(alike, sharded):
+                self.collections[f"dim{dim}"] = small[dim]
+                continue
+            inits = {
+                module_name(t.name): BlockwiseInit(t.name, t.num_embeddings, dim, std=init_std, seed=seed)
+                for t in alike
+                if is_blockwise(t.num_embeddings, dim)
+            }
+            weights = dict(small[dim].embeddings.items()) if dim in small else {}
+            self._add_parted(f"dim{dim}", alike, weights, inits, init_std=init_std, sharded=sharded, device=device)
+
+    def _add_parted(
+        self,
+        name: str,
+        tables: Sequence[TableSpec],
+        weights: Mapping[str, nn.Module],
+        inits: Mapping[str, BlockwiseInit],
+        *,
+        init_std: float | None,
+        sharded: Collection[str],
+        device: torch.device | None,
+    ) -> None:
+        """Collections of the tables of one dim, those that are to be sharded apart; ``weights`` of the small ones."""
+        configs = embedding_configs(tables, init_std=init_std)
+        apart = {module_name(table) for table in sharded}
+        replicated = [config for config in configs if config.name not in apart]
+        if replicated:
+            part = self.collections[name] = EmbeddingCollection(replicated, device=torch.device("meta"))
+            part.embeddings.update({key: weights[key] for key in part.embeddings if key in weights})
+            if device is None or device.type != "meta":
+                part.embeddings.update({key: _embedding(inits[key]) for key in part.embeddings if key in inits})
+        if len(replicated) < len(configs):
+            shardable = ShardableTables([config for config in configs if config.name in apart], inits)
+            shardable.embeddings.update({key: weights[key] for key in shardable.embeddings if key in weights})
+            self.collections[f"{name}_sharded"] = shardable
 
     def forward(self, batch: Batch) -> HSTUInputs:
         """Looks up every feature of ``batch`` and puts contexts user after user."""
@@ -232,20 +283,16 @@ class FeatureEmbeddings(nn.Module):
         return values[owner.argsort(stable=True)], _offsets(per_user.sum(dim=0))
 
 
-def _parted(
-    collection: EmbeddingCollection, sharded: Collection[str]
-) -> tuple[EmbeddingCollection | None, ShardableTables | None]:
-    """``collection`` without the tables ``sharded``, and those; None instead of nothing. Weights are kept."""
-    configs = collection.embedding_configs()
-    if not any(config.name in sharded for config in configs):
-        return collection, None
-    apart = ShardableTables([c for c in configs if c.name in sharded], device=torch.device("meta"))
-    rest = [c for c in configs if c.name not in sharded]
-    replicated = EmbeddingCollection(rest, device=torch.device("meta")) if rest else None
-    for part in (apart, replicated):
-        if part is not None:
-            part.embeddings.update({name: collection.embeddings[name] for name in part.embeddings})
-    return replicated, apart
+def _any_of(tables: Sequence[TableSpec], names: Collection[str]) -> bool:
+    return any(table.name in names for table in tables)
+
+
+def _leave(weight: Tensor) -> None:
+    """Initialises nothing."""
+
+
+def _embedding(init: BlockwiseInit) -> nn.Embedding:
+    return nn.Embedding(init.num_rows, init.dim, _weight=init.whole())
 
 
 def pool_values(vectors: Tensor, ids: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class RankingModel(nn.Module):
                 init_std=network.embedding_init_std,
                 item_feature_scale=network.item_feature_scale,
                 sharded=sharded,
+                seed=config.trainer.seed,
                 device=device,
             )
             item_dim = feature_dim(layout.item, layout=layout, network=network)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
@@ -31,7 +30,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> No
         dict(tensors),
         storage_writer=_Writer(path, ranks),
         process_group=ranks.group,
-        no_dist=not dist.is_initialized(),
+        no_dist=ranks.world_size == 1,  # also where it has a group of its own, for sharded tables
     )
 
 

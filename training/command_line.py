@@ -34,7 +34,10 @@ def run_for_user(run: Callable[[], object], *, debug: bool) -> int:
     except Stopped as stopped:
         if is_main_process():
             at = "in the final evaluation" if stopped.step is None else f"after step {stopped.step}, which is saved"
-            print(f"stopped by SIGTERM {at}: starting it again continues there", file=sys.stderr, flush=True)
+            told = f"{at}: starting it again continues there"
+            if not stopped.saved:
+                told = f"after step {stopped.step}: TrainerArgs.ckpt_save_interval = 0, so nothing is saved"
+            print(f"stopped by SIGTERM {told}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if debug:
             raise

@@ -47,7 +47,7 @@ def result_rows(results: Sequence[Line]) -> list[Row]:
     return rows
 
 
-def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoints: Path) -> None:
+def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoints: Path | None) -> None:
     """The final table: a row for each split and protocol, of the first task; then where the outputs are."""
     first = [{**line, "metrics": {k: v for k, v in line["metrics"].items() if "_task" not in k}} for line in results]
     header, cells = _cells(first)
@@ -60,7 +60,7 @@ def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoin
         console.print("of the first task; metrics.jsonl has the others too")
     if outputs:
         console.print(f"outputs: {', '.join(map(str, outputs))}")
-    console.print(f"checkpoints: {checkpoints}")
+    console.print(f"checkpoints: {checkpoints or 'none, with TrainerArgs.ckpt_save_interval = 0'}")
 
 
 def write_report(

@@ -157,7 +157,7 @@ class Loop:
         self.save(self.step)
         self.finish_saves()
         self.ranks.together(self.log.raise_failure)
-        raise Stopped(self.step)
+        raise Stopped(self.step, saved=self.trainer.ckpt_save_interval != 0)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0

@@ -22,6 +22,7 @@ from genrec.configs.schema import RANKING_METRICS, ExperimentConfig, UserError
 from genrec.data.files import write_atomically
 from genrec.data.format import SPLIT_NAMES
 from genrec.model.embedding import embedding_tables
+from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
 from genrec.training import restore, same_run, warm_start
 from genrec.training.average import WeightAverage
@@ -35,7 +36,7 @@ from genrec.training.metrics import RankingMetrics
 from genrec.training.metrics_log import Line
 from genrec.training.optim import build_optimizers
 from genrec.training.report import Meter
-from genrec.training.sharding import Ranks
+from genrec.training.sharding import Ranks, local_world_size
 from genrec.training.state import (
     TrainingState,
     collect_tensors,
@@ -44,7 +45,10 @@ from genrec.training.state import (
     set_random_state,
 )
 from genrec.training.step import NonFiniteError
-from genrec.training.table_plan import TablePlacement, placements, plan_tables, sharded_tables
+from genrec.training.table_budget import TableBudget, table_budget
+from genrec.training.table_placement import TablePlacement, placements
+from genrec.training.table_plan import plan_tables
+from genrec.training.table_types import sharded_tables
 from genrec.training.tables import ShardedTables, table_sharder
 from genrec.training.tensor_parallel import WeightParts, check_tables
 
@@ -84,7 +88,9 @@ class Evaluator:
         takes all ranks.
         """
         if self._sharded:
-            plan = self.ranks.together(self._plan if self.ranks.is_main else lambda: None)
+            budgets = self.ranks.gather(self.ranks.together(self._budget))
+            least = min(budgets, key=lambda budget: budget.device_bytes)
+            plan = self.ranks.together(lambda: self._plan(least) if self.ranks.is_main else None)
             plan = self.ranks.gather(plan)[0]
             self.tables = ShardedTables(self.model, plan, config=self._table_config, ranks=self.ranks)
         if self.ranks.tensor.size > 1:
@@ -116,9 +122,22 @@ class Evaluator:
         )
         return dataclasses.replace(self.config, optimizer=optimizer, trainer=trainer)
 
-    def _plan(self) -> ShardingPlan:
-        sharder = table_sharder(self._table_config.optimizer)
-        return plan_tables(self.model, self.table_specs, self._sharded, sharder, ranks=self.ranks)
+    def _budget(self) -> TableBudget:
+        tokens = feature_layout(self.config, self.data.metadata).max_num_tokens
+        return table_budget(self._table_config, self.model, device=self.ranks.device, max_num_tokens=tokens)
+
+    def _plan(self, budget: TableBudget) -> ShardingPlan:
+        return plan_tables(
+            self.model,
+            self.table_specs,
+            self._sharded,
+            table_sharder(self._table_config.optimizer),
+            config=self._table_config,
+            budget=budget,
+            device_type=self.ranks.device.type,
+            world_size=self.ranks.world_size,
+            local_world_size=local_world_size(self.ranks.world_size),
+        )
 
     def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:
         """Evaluate the model's present weights; ``table`` collects the scores."""
@@ -224,10 +243,13 @@ class Run(Evaluator):
         return 0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of everything that training computes from, where ``step`` has none yet.
+        """Write a checkpoint of everything that training computes from, where ``step`` has none yet; none at all with
+        TrainerArgs.ckpt_save_interval = 0.
 
         With TrainerArgs.async_save it is being written as this returns.
         """
+        if self.config.trainer.ckpt_save_interval == 0:
+            return
         self.ranks.progress.enter("saving")
         if step == self._saved_step:  # saved before it was evaluated
             if self.best is not None and self.best.step == step:

@@ -26,10 +26,13 @@ FREE_FIELDS = {
         *("output_dir", "resume", "ckpt_save_interval", "ckpt_save_dir", "ckpt_load_dir", "ckpt_load_parts"),
         *("keep_checkpoints", "best_metric", "async_save", "hang_timeout_s"),
         *("max_train_iters", "eval_batch_size", "eval_interval", "max_eval_iters", "log_interval"),
+        *("embedding_hbm_gib", "embedding_host_gib", "embedding_cache_load_factor"),
         *("profile", "profile_step_start", "profile_step_end", "pipeline_type", "nonfinite", "device"),
         "dense_parallel",
     ),
 }
+
+WHERE_TABLES_LIE = ("sharding_type", "sharding_types", "placement", "table_placements")
 
 
 def config_values(config: ExperimentConfig) -> dict[str, Any]:
@@ -83,11 +86,9 @@ def check_same_data(path: Path, *, saved: Mapping[str, Any] | None, current: Map
 
 
 def _without_sharding(values: Any) -> Any:
-    """``values`` without the sharding types of tables."""
+    """``values`` without where tables lie."""
     if isinstance(values, dict):
-        return {
-            n: _without_sharding(value) for n, value in values.items() if n not in ("sharding_type", "sharding_types")
-        }
+        return {n: _without_sharding(value) for n, value in values.items() if n not in WHERE_TABLES_LIE}
     return [_without_sharding(value) for value in values] if isinstance(values, list) else values
 
 

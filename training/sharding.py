@@ -168,7 +168,8 @@ def process_group(device: str) -> Iterator[Ranks]:
     """
     chosen = choose_device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield Ranks(rank=0, world_size=1, device=chosen)
+        with _left_as_found():
+            yield Ranks(rank=0, world_size=1, device=chosen)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -186,6 +187,29 @@ def process_group(device: str) -> Iterator[Ranks]:
     finally:
         if joins:
             gc.collect()  # a DDP module holds the group: freed after its end, it may wait for the other ranks for ever
+            dist.destroy_process_group()
+
+
+def ensure_process_group(ranks: Ranks) -> None:
+    """Of plain ``python``'s one rank, a group of its own: TorchRec's sharded tables need one. No address, no port."""
+    if dist.is_initialized():
+        return
+    assert ranks.world_size == 1
+    backend = "gloo"
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        backend = "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+
+
+@contextlib.contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Afterwards, leave the group that ``ensure_process_group`` may have made."""
+    had_group = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not had_group:
             dist.destroy_process_group()
 
 
@@ -241,6 +265,11 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def local_world_size(world_size: int) -> int:
+    """How many of the ranks share this one's host: torchrun says it; else all do."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def is_main_process() -> bool:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from genrec.hstu.precision.state import precision_tensors
 from genrec.training.average import WeightAverage
 from genrec.training.dense_parallel import own_part
+from genrec.training.pieces import PIECE_NUMBERS, in_pieces
 from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts
 
@@ -94,6 +95,7 @@ def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
         tensors = state.parts.joined(tensors)
     for table, keys in (state.vocabulary or {}).items():
         tensors[f"{VOCABULARY}{table}"] = torch.from_numpy(keys)
+    tensors = {name: in_pieces(tensor) for name, tensor in tensors.items()}
     # Cloned, since Transformer Engine's are columns of what it works with, and a checkpoint wants whole memory.
     return tensors | {f"{PRECISION}{name}": value.clone() for name, value in precision_tensors(model).items()}
 
@@ -115,11 +117,16 @@ def sharded_moments(tables: ShardedTables) -> dict[str, ShardedTensor]:
 
 def first_not_finite(model: nn.Module) -> str | None:
     """The first weight that is not finite on this rank, by name."""
-    parts = {name: own_part(p) for name, p in model.named_parameters()}
-    weights = {name: part for name, part in parts.items() if part.numel()}
-    amaxes = torch._foreach_norm(list(weights.values()), float("inf"))
+    # By parts, so that large tables in host memory need no copy, and no kernel more than 32 bits to count.
+    parts = [
+        (name, part)
+        for name, weight in model.named_parameters()
+        for part in own_part(weight).detach().reshape(-1).split(PIECE_NUMBERS)
+        if part.numel()
+    ]
+    amaxes = torch._foreach_norm([part for _, part in parts], float("inf"))
     finite = torch.stack([amax.float() for amax in amaxes]).isfinite().tolist()
-    return next((name for name, sound in zip(weights, finite, strict=True) if not sound), None)
+    return next((name for (name, _), sound in zip(parts, finite, strict=True) if not sound), None)
 
 
 def random_state() -> dict[str, Any]:

@@ -16,11 +16,14 @@ _asked = threading.Event()
 
 
 class Stopped(Exception):
-    """The run ends because it was asked to; ``step`` is saved. No error: starting it again continues."""
+    """The run ends because it was asked to; ``step`` is saved, in a run that saves. No error: starting it again
+    continues.
+    """
 
-    def __init__(self, step: int | None = None) -> None:
+    def __init__(self, step: int | None = None, *, saved: bool = True) -> None:
         super().__init__(f"asked to stop after step {step}")
         self.step = step
+        self.saved = saved
 
 
 @contextlib.contextmanager

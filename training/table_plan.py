@@ -1,221 +1,108 @@
-"""Which rank holds what of which embedding table: the configured sharding types, TorchRec's planner, the plan shown.
-
-====================  ====================================================================
-data_parallel         every rank holds the whole table, DDP sums its gradients
-row_wise              each rank holds some rows
-table_wise            one rank holds the table
-column_wise           each rank holds some columns
-model_parallel        one of those three, as the planner finds best
-auto                  data_parallel up to AUTO_REPLICATED_NUMBERS numbers, else model_parallel
-====================  ====================================================================
-
-On one rank there is nothing to share, and every table is whole.
-"""
+"""Which rank holds what of which shared table, and in which memory: TorchRec's planner, within the budget."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from rich.table import Table
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+)
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 
-from genrec.configs.schema import ConfigError, ExperimentConfig, UnavailableError
+from genrec.configs.schema import ExperimentConfig, UnavailableError
 from genrec.model.embedding import TableSpec, module_name
-from genrec.training.optim import table_optimizer
-from genrec.training.sharding import Ranks
+from genrec.training.table_budget import TableBudget, does_not_fit, table_bytes
+from genrec.training.table_types import allowed_kernels, num_column_shards
 
-AUTO_REPLICATED_NUMBERS = 2**24  # 64 MiB of float32
-GIB = 2**30
-SHARDED_TYPES = ("row_wise", "table_wise", "column_wise")
-NUMBERS_ALIGNED = 4  # FBGEMM's kernels read rows 16 bytes at a time
-# Moments in numbers: for each weight, for each row.
-MOMENTS = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0), "adamw": (2, 0)}
-
-
-@dataclass(frozen=True)
-class TablePlacement:
-    """Where a table lies. asked: its configured sharding type. gib: of weights and moments on each rank."""
-
-    table: str
-    num_rows: int
-    dim: int
-    asked: str
-    sharding: str
-    kernel: str
-    gib: tuple[float, ...]
-
-
-def allowed_types(table: TableSpec, config: ExperimentConfig, *, device_type: str, world_size: int) -> tuple[str, ...]:
-    """The sharding types that the planner may choose for ``table``; ("data_parallel",) where it stays whole.
-
-    Raises ConfigError for a table that can't be sharded as asked, UnavailableError where this device can't.
-    """
-    wanted = table.sharding_type
-    optimizer = table_optimizer(config.optimizer)
-    cpu_adam = device_type == "cpu" and optimizer in ("adam", "adamw")
-    size = table.num_embeddings * table.embedding_dim
-    if world_size == 1 or wanted == "data_parallel":
-        return ("data_parallel",)
-    if wanted == "auto" and (size <= AUTO_REPLICATED_NUMBERS or cpu_adam):
-        return ("data_parallel",)
-    if cpu_adam:
-        raise UnavailableError(
-            f"table {table.name!r} has sharding type {wanted!r}, and FBGEMM has no {optimizer!r} for sharded tables on"
-            " a CPU: OptimizerArgs.embedding_optimizer_str 'sgd' and 'rowwise_adagrad' are there, or 'data_parallel'"
-        )
-    if table.embedding_dim % NUMBERS_ALIGNED:
-        raise ConfigError(
-            f"table {table.name!r} has sharding type {wanted!r} and {table.embedding_dim} columns, which must be a"
-            f" multiple of {NUMBERS_ALIGNED}, or the table 'data_parallel'"
-        )
-    faults = _faults(table, optimizer, world_size=world_size)
-    if wanted in faults:
-        raise ConfigError(f"table {table.name!r} cannot be {wanted!r}: {faults[wanted]}; it can be {_others(faults)}")
-    if wanted in SHARDED_TYPES:
-        return (wanted,)
-    return tuple(kind for kind in SHARDED_TYPES if kind not in faults)
-
-
-def _faults(table: TableSpec, optimizer: str, *, world_size: int) -> dict[str, str]:
-    """Sharding type to why ``table`` can't have it."""
-    faults = {}
-    num_rows, dim = table.num_embeddings, table.embedding_dim
-    if num_rows <= -(-num_rows // world_size) * (world_size - 1):
-        faults["row_wise"] = (
-            f"its {num_rows} rows, in equal parts but for the last, leave one of {world_size} without any"
-        )
-    if optimizer == "rowwise_adagrad":
-        # A shard's row would have a moment of its own, the mean over the shard's columns: another optimizer.
-        faults["column_wise"] = "its optimizer 'rowwise_adagrad' has one moment a row, which columns would not share"
-    elif _num_column_shards(table, world_size) == 1:
-        faults["column_wise"] = f"its {dim} columns can't be cut into equal multiples of {NUMBERS_ALIGNED}"
-    return faults
-
-
-def _others(faults: Mapping[str, str]) -> str:
-    return ", ".join(repr(kind) for kind in SHARDED_TYPES if kind not in faults)
-
-
-def sharded_tables(
-    tables: Sequence[TableSpec], config: ExperimentConfig, *, device_type: str, world_size: int
-) -> dict[str, tuple[str, ...]]:
-    """The tables that are sharded, with their allowed types. Raises as ``allowed_types``, and for what they can't be
-    combined with.
-    """
-    allowed = {t.name: allowed_types(t, config, device_type=device_type, world_size=world_size) for t in tables}
-    sharded = {name: types for name, types in allowed.items() if types != ("data_parallel",)}
-    if sharded:
-        _check_combinations(config, next(iter(sharded)))
-    return sharded
-
-
-def _check_combinations(config: ExperimentConfig, table: str) -> None:
-    """A fused optimizer steps in each backward, reads only the rows of a batch, and hides their gradients."""
-    trainer, optimizer = config.trainer, config.optimizer
-    because = f"is not available with a sharded table ({table!r}), whose optimizer is part of its backward"
-    refused = {
-        f"TrainerArgs.accumulate_steps = {trainer.accumulate_steps}": trainer.accumulate_steps > 1,
-        f"TrainerArgs.grad_clip_norm = {trainer.grad_clip_norm}": trainer.grad_clip_norm is not None,
-        f"TrainerArgs.ema_decay = {trainer.ema_decay}": trainer.ema_decay is not None,
-        f"OptimizerArgs.embedding_weight_decay = {optimizer.embedding_weight_decay}": optimizer.embedding_weight_decay
-        > 0,
-    }
-    for name, asked in refused.items():
-        if asked:
-            raise UnavailableError(f"{name} {because}: 'data_parallel' tables have it")
+# The second: where the sum over ranks is enough, but some table's sharding type doesn't divide it so.
+NO_SPACE = (
+    PlannerErrorType.INSUFFICIENT_STORAGE,
+    PlannerErrorType.STRICT_CONSTRAINTS,
+    PlannerErrorType.PARTITION,
+)
 
 
 def plan_tables(
     model: nn.Module,
     tables: Sequence[TableSpec],
-    sharded: dict[str, tuple[str, ...]],
+    sharded: Mapping[str, tuple[str, ...]],
     sharder: ModuleSharder[Any],
     *,
-    ranks: Ranks,
+    config: ExperimentConfig,
+    budget: TableBudget,
+    device_type: str,
+    world_size: int,
+    local_world_size: int,
 ) -> ShardingPlan:
-    """TorchRec's plan for the ``sharded`` tables. Raises UnavailableError if they don't fit."""
-    world_size, device = ranks.world_size, ranks.device
-    kernels = [EmbeddingComputeKernel.FUSED]
-    if device.type == "cuda":
-        kernels += [EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.FUSED_UVM]
+    """TorchRec's plan for the ``sharded`` tables of ``model``, of which shapes alone are read.
+
+    Raises UnavailableError if they don't fit into ``budget``.
+    """
+    shared = [table for table in tables if table.name in sharded]
+    kernels = {table.name: allowed_kernels(table, device_type=device_type) for table in shared}
     constraints = {
         module_name(table.name): ParameterConstraints(
             sharding_types=list(sharded[table.name]),
-            compute_kernels=[kernel.value for kernel in kernels],
-            min_partition=table.embedding_dim // _num_column_shards(table, world_size),
+            compute_kernels=kernels[table.name],
+            min_partition=table.embedding_dim // num_column_shards(table, world_size),
+            cache_params=CacheParams(load_factor=config.trainer.embedding_cache_load_factor),
         )
-        for table in tables
-        if table.name in sharded
+        for table in shared
     }
-    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    own = max(1, budget.device_bytes)  # the planner takes 0 for "as usual"
+    memory = {"ddr_cap": own} if device_type == "cpu" else {"hbm_cap": own, "ddr_cap": max(1, budget.host_bytes)}
+    batch_size = config.trainer.train_batch_size
     with quiet_torchrec():
-        topology = Topology(world_size, device.type, hbm_cap=capacity, local_world_size=_local_world_size(world_size))
-        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+        topology = Topology(world_size, device_type, local_world_size=local_world_size, **memory)
+        estimators = [EmbeddingPerfEstimator(topology, constraints), TableStorage(topology, config=config)]
+        planner = EmbeddingShardingPlanner(
+            topology=topology,
+            batch_size=batch_size,
+            enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimator=estimators),
+            storage_reservation=FixedPercentageStorageReservation(0.0),  # the budget is for tables alone
+            constraints=constraints,
+        )
         try:
             return planner.plan(model, [sharder])
         except PlannerError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UnavailableError(f"TorchRec finds no place for the sharded tables: {reason}") from error
+            if error.error_type not in NO_SPACE:
+                reason = str(error).strip().splitlines()[0]
+                raise UnavailableError(f"TorchRec finds no place for the shared tables: {reason}") from error
+            raise UnavailableError(does_not_fit(shared, kernels, config, budget, num_ranks=world_size)) from error
 
 
-def placements(
-    tables: Sequence[TableSpec], plan: ShardingPlan | None, config: ExperimentConfig, *, world_size: int
-) -> list[TablePlacement]:
-    """Where every table lies, sharded or not."""
-    modules = [] if plan is None else list(plan.plan.values())
-    by_table = {
-        name: p for module in modules if isinstance(module, EmbeddingModuleShardingPlan) for name, p in module.items()
-    }
-    per_weight, per_row = MOMENTS[table_optimizer(config.optimizer)]
-    rows = []
-    for table in tables:
-        parameter = by_table.get(module_name(table.name))
-        numbers = [0] * world_size
-        if parameter is None:
-            sharding, kernel = "data_parallel", "dense"
-            whole = table.num_embeddings * (table.embedding_dim * (1 + per_weight) + per_row)
-            numbers = [whole] * world_size
-        else:
-            sharding, kernel = parameter.sharding_type, parameter.compute_kernel
-            for shard in parameter.sharding_spec.shards:
-                num_rows, num_columns = shard.shard_sizes
-                numbers[shard.placement.rank()] += num_rows * (num_columns * (1 + per_weight) + per_row)
-        gib = tuple(4 * number / GIB for number in numbers)
-        shape = (table.num_embeddings, table.embedding_dim)
-        rows.append(TablePlacement(table.name, *shape, table.sharding_type, sharding, kernel, gib))
-    return rows
+class TableStorage(ShardEstimator):
+    """What a shard takes of the budget (table_budget.py). TorchRec's own estimate knows nothing of our optimizers, and
+    adds buffers of what is looked up, for which the budget leaves room.
+    """
 
+    def __init__(self, topology: Topology, constraints: object = None, *, config: ExperimentConfig) -> None:
+        self._on_cpu = topology.compute_device == "cpu"
+        self._config = config
 
-def placement_table(rows: Sequence[TablePlacement]) -> Table:
-    """``rows`` to show, with the sum of each rank."""
-    ranks = range(len(rows[0].gib))
-    table = Table("table", "rows", "dim", "asked for", "sharding", "kernel", *(f"GiB, rank {rank}" for rank in ranks))
-    for row in rows:
-        gib = (f"{value:.4g}" for value in row.gib)
-        table.add_row(row.table, f"{row.num_rows:,}", str(row.dim), row.asked, row.sharding, row.kernel, *gib)
-    table.add_row("sum", "", "", "", "", "", *(f"{sum(row.gib[rank] for row in rows):.4g}" for rank in ranks))
-    return table
-
-
-def _num_column_shards(table: TableSpec, world_size: int) -> int:
-    """The most equal shards of columns, at most one a rank, that FBGEMM can read."""
-    fitting = [n for n in range(1, world_size + 1) if table.embedding_dim % (n * NUMBERS_ALIGNED) == 0]
-    return max(fitting, default=1)
-
-
-def _local_world_size(world_size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_map: object = None, sharder_data_map: object = None
+    ) -> None:
+        """Set the storage of every shard. TorchRec hands over its sharders under one name or the other."""
+        for option in sharding_options:
+            for shard in option.shards:
+                num_rows, dim = shard.size
+                own, host = table_bytes(num_rows, dim, option.compute_kernel, self._config)
+                shard.storage = Storage(hbm=0, ddr=own) if self._on_cpu else Storage(hbm=own, ddr=host)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,9 @@ from genrec.configs.schema import ExperimentConfig, OptimizerArgs
 from genrec.model.embedding import ShardableTables
 from genrec.model.gate import GradientGate
 from genrec.model.ranking import RankingModel
+from genrec.model.table_init import BlockwiseInit
 from genrec.training.optim import table_learning_rate, table_optimizer
-from genrec.training.sharding import Ranks
+from genrec.training.sharding import Ranks, ensure_process_group
 from genrec.training.table_plan import quiet_torchrec
 
 OPTIMIZERS = {
@@ -61,12 +62,8 @@ class ShardedTables:
         """plan: of ``plan_tables``, the same on all ranks. Ranks call alike."""
         # FBGEMM's caches are then told to keep what a later step has prefetched (training/pipeline.py).
         prefetches = config.trainer.pipeline_type == "prefetch" and ranks.device.type == "cuda"
-        whole = {
-            f"{at}.{name}": parameter.detach()
-            for at, module in model.named_modules()
-            if isinstance(module, ShardableTables)
-            for name, parameter in module.named_parameters()
-        }
+        sources = first_weights(model)
+        ensure_process_group(ranks)
         with quiet_torchrec():
             parallel = DistributedModelParallel(
                 model,
@@ -85,8 +82,12 @@ class ShardedTables:
         self.kernels = table_kernels(model)
         self.gate = model.embeddings.gate = GradientGate()
         for name, tensor in self.weights().items():
+            source = sources.pop(name)
             for shard in tensor.local_shards():
-                copy_part(shard.tensor, whole[name], offsets=shard.metadata.shard_offsets)
+                if isinstance(source, BlockwiseInit):
+                    source.fill(shard.tensor, offsets=shard.metadata.shard_offsets)
+                else:
+                    copy_part(shard.tensor, source, offsets=shard.metadata.shard_offsets)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -130,6 +131,17 @@ def table_kernels(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodege
     lookups = [lookup for m in model.modules() if isinstance(m, ShardedModule) for lookup in getattr(m, "_lookups", ())]
     found = [m for lookup in lookups for m in lookup.modules()]
     return [m for m in found if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def first_weights(model: RankingModel) -> dict[str, Tensor | BlockwiseInit]:
+    """Of the tables to be sharded, by name of their weight: whole, or how to make any part of a large one."""
+    found: dict[str, Tensor | BlockwiseInit] = {}
+    for at, module in model.named_modules():
+        if isinstance(module, ShardableTables):
+            for table, embedding in module.embeddings.items():
+                weight = module.inits.get(table, embedding.weight.detach())
+                found[f"{at}.embeddings.{table}.weight"] = weight
+    return found
 
 
 def copy_part(part: Tensor, whole: Tensor, *, offsets: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from genrec.training.run import Run
 from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group
 from genrec.training.step import TrainStep
 from genrec.training.stopping import Stopped, listening
-from genrec.training.table_plan import placement_table
+from genrec.training.table_placement import placement_table
 from genrec.training.tensor_parallel import with_peers
 from genrec.training.watchdog import watching
 
@@ -42,7 +42,10 @@ def main(task: Task, argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code: 0 for an end or a stop that was asked for (SIGTERM), 2 for
     what the user can mend, 3 for a loss gone NaN. Where a rank hangs, all of them end with 4 (watchdog.py).
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.ranks is not None and (args.ranks < 1 or not args.check):
+        parser.error("--ranks N, N at least 1, goes with --check; torchrun starts ranks")
     setup_logging(is_main=is_main_process())
 
     def run() -> None:
@@ -52,7 +55,7 @@ def main(task: Task, argv: Sequence[str] | None = None) -> int:
         if not args.check:
             train(config)
         elif is_main_process():
-            check(config)
+            check(config, num_ranks=args.ranks or int(os.environ.get("WORLD_SIZE", "1")))
 
     return run_for_user(run, debug=args.debug)
 
@@ -67,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a path, or the name of a shipped preset",
     )
     parser.add_argument("--check", action="store_true", help="check the configuration, show what would run, and stop")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="with --check: plan tables for N ranks like this one (WORLD_SIZE, or 1)"
+    )
     add_gin_arguments(parser)
     return parser
 
@@ -207,6 +213,7 @@ def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
             config_text=run.config.text,
             precision=model_rows(run.model, run.config),
         )
+        saves = run.config.trainer.ckpt_save_interval != 0
         outputs = [log.path, *reports, run.output_dir / "tensorboard"]
-        print_results(results, outputs=outputs, checkpoints=run.store.directory)
+        print_results(results, outputs=outputs, checkpoints=run.store.directory if saves else None)
     return results

@@ -78,7 +78,7 @@ def test_losses_are_those_of_one_rank(tmp_path, arguments, script_on_ranks, num_
     shown = [line for line in finished.stderr.splitlines() if line.startswith("│ item ") and "fused" in line]
     assert len(shown) == len(runs) and all(any(kind in line for kind in TYPES) for line in shown)
     for name, optimizer in (("sgd", SGD), ("adagrad", ADAGRAD)):
-        one = (*RUN, *optimizer, *steps, global_batch(1), sharding("row_wise"))
+        one = (*RUN, *optimizer, *steps, global_batch(1), sharding("data_parallel"))
         assert train_main("ranking", arguments(tmp_path / f"one_{name}", *one)) == 0
     for name in runs:
         one, several = tmp_path / f"one_{name.rpartition('_')[2]}", tmp_path / name

@@ -11,7 +11,8 @@ from genrec.configs.schema import UserError
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import read_run_metadata
-from genrec.training.preflight import check, check_places, require_available, weight_memory
+from genrec.training.memory import weight_memory
+from genrec.training.preflight import check, check_places, require_available
 
 
 def test_places_that_can_be_written_are_left_alone(tmp_path, tiny_config):
