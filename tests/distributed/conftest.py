@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 # One process group for all commands: PyTorch can't join a second one in the same processes reliably.
 # Runs ["train" or "evaluate", [arguments]] one after the other in every rank, and stops at the first that fails.
@@ -96,7 +97,7 @@ os.dup2(output, 2)
 class StartedRanks:
     """Ranks that run; ``log``: where all that they print goes."""
 
-    processes: list[ForkServerProcess]
+    processes: list[BaseProcess]
     log: Path
 
     def kill(self) -> None:
@@ -123,9 +124,11 @@ def start_ranks() -> Iterator[Callable[..., StartedRanks]]:
     """``start_ranks(2, code, value, log=path)`` runs ``code`` in so many ranks with the JSON of ``value`` as argument.
 
     They are forked from a process that has imported genrec, so starting costs next to nothing. None outlives the test.
+    With a GPU each starts by itself, since CUDA can't be used in a forked process.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["genrec.training.train"])
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["genrec.training.train"])
     started = []
 
     def start(num_ranks: int, code: str, value: object, *, log: Path) -> StartedRanks:

@@ -77,8 +77,9 @@ def test_ten_and_ten_steps_are_twenty_in_a_cache(tmp_path, tiny_config, last_ten
     for steps in (10, 20):
         train(tiny_config(tmp_path / "two", *settings, f"TrainerArgs.max_train_iters = {steps}"))
     one, two = state(last_tensors(tmp_path / "one")), state(last_tensors(tmp_path / "two"))
-    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6, atol=0)
-    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-7)
+    # Gradients of tables that are not sharded are summed in any order on a GPU.
+    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
 def test_placements_load_each_others_checkpoints(tmp_path, tiny_config, last_tensors):
