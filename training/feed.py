@@ -54,8 +54,8 @@ def own_counts(batches: Attempt[Sequence[Batch]], *, ranks: Ranks) -> list[int]:
 class Lookahead:
     """What a step tells its feed. A feed that reads ahead works for later steps then; this one has nothing to do."""
 
-    def forward_is_queued(self) -> None:
-        """The step's last forward has been handed to the device, which computes while the host goes on."""
+    def backward_is_queued(self) -> None:
+        """The step's last backward has been handed to the device, which computes while the host goes on."""
 
     def leave_out(self) -> None:
         """The step ends without a forward. Ranks call alike."""

@@ -7,7 +7,7 @@ Beside step i's forward and backward, each on a stream of its own::
                  sharded tables lie; "prefetch" the device, and its ids set out for the sharded tables
                  caches their rows, too
 
-The host does all of that once step i's forward is queued, so the device never waits for it, and nothing of it waits for
+The host does all of that once step i's backward is queued, so the device never waits for it, and nothing of it waits for
 the device: what is awaited was started a step before. Streams, contexts, the exchange of ids and the lookups that find
 it done are TorchRec's TrainPipelineSparseDist; its ``progress``, which owns the loss and the optimizer, is not used.
 
@@ -274,7 +274,7 @@ class OverlappedFeed(Feed):
         if self._cursor is not None:
             self._loader.load_state_dict(self._cursor)
 
-    def forward_is_queued(self) -> None:
+    def backward_is_queued(self) -> None:
         """Let the steps behind this one move on."""
         self._pipeline.ahead(self._source)
 

@@ -178,12 +178,11 @@ class TrainStep:
         with no_gradient_sync(self.model):
             for batch in batches[:-1]:
                 loss_sum += self._backward_one(self._forward_one(batch), scale)
-        loss = self._forward_one(batches[-1])
-        self.lookahead.forward_is_queued()
-        loss_sum += self._backward_one(loss, scale)
+        loss_sum += self._backward_one(self._forward_one(batches[-1]), scale)
         average_gradients(self._left_to_average, self.ranks)
         if self.parts is not None:
             self.parts.even_out(self._bare)
+        self.lookahead.backward_is_queued()
         return loss_sum if self.ranks.is_first_peer else torch.zeros_like(loss_sum)
 
     def _forward_one(self, batch: Batch) -> Tensor:

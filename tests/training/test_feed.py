@@ -52,7 +52,7 @@ def run_steps(feed, loader, num_steps):
         step_input = feed.next()
         assert step_input.counts.num_targets == 4
         loader.events.append("forward")
-        feed.forward_is_queued()
+        feed.backward_is_queued()
         loader.events.append("backward")
         feed.done()
 
