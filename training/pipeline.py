@@ -9,8 +9,7 @@ Beside step i's forward and backward, each on a stream of its own::
 
 The host does all of that once step i's backward is queued, so that the device has work meanwhile, and nothing of it
 waits for the device: what is awaited was started a step before. Streams, contexts, the exchange of ids and the lookups
-that find it done are TorchRec's TrainPipelineSparseDist; its ``progress``, which owns the loss and the optimizer, is not
-used.
+that find it done are TorchRec's TrainPipelineSparseDist; its ``progress``, which owns loss and optimizer, is not used.
 
 Values are the same in all types: only when something is computed differs. Steps between two pauses (evaluation,
 checkpoint, end) are read ahead, and never across a pause, so that nothing is in flight in one.
