@@ -27,14 +27,14 @@ from genrec.training.step import TrainStep
 arguments, notes, pause_s = json.loads(sys.argv[1])
 attempt = TrainStep.attempt
 
-def noted(self, batches, *, step, **options):
+def noted(self, step_input, *, step, **options):
     events = []
-    for batch in batches.value:
+    for batch in step_input.batches.value:
         users = batch.user_ids.repeat_interleave(batch.features["item"].lengths())
         events += zip(users.tolist(), batch.timestamps.tolist())
     with open(f"{notes}_{os.environ['RANK']}", "a") as file:
         file.write(json.dumps([step, events]) + "\\n")
-    result = attempt(self, batches, step=step, **options)
+    result = attempt(self, step_input, step=step, **options)
     time.sleep(pause_s)
     return result
 
