@@ -25,7 +25,7 @@ def noted(self, batches, *, step, **options):
     return result
 
 def late(self, plan, planner):
-    step, end = int(self.path.name.rpartition("_")[2]), time.monotonic() + 20
+    step, end = int(self.path.name.rpartition("_")[2]), time.monotonic() + 45
     while reached[0] <= step < {last} and time.monotonic() < end:
         time.sleep(0.002)
     print("overtaken: ", reached[0] > step, flush=True)
