@@ -13,7 +13,6 @@ from genrec.configs.schema import (
     LATER_DATASET_NAMES,
     MOVIELENS_NAMES,
     BenchmarkDatasetArgs,
-    DynamicEmbeddingArgs,
     ExperimentConfig,
     UnavailableError,
     find_cutlass_module,
@@ -92,9 +91,6 @@ def _missing_of_data(config: ExperimentConfig) -> Iterator[str]:
         if dataset.dataset_name in LATER_DATASET_NAMES:
             yield f"DatasetArgs.dataset_name = {dataset.dataset_name!r}, {', '.join(map(repr, MOVIELENS_NAMES))} are"
         return
-    for table in dataset.embedding_args:
-        if isinstance(table, DynamicEmbeddingArgs):
-            yield f"DynamicEmbeddingArgs (table {table.table_name!r}), EmbeddingArgs is"
     for group in dataset.feature_args:
         several = group.is_jagged or group.max_sequence_length > 1
         for name in sorted(set(group.feature_names) & set(dataset.contextual_feature_names)):

@@ -46,6 +46,7 @@ KERNEL_BACKENDS = ("auto", "cutlass", "triton", "pytorch")
 CONTEXTUAL_MASKS = ("prefix", "history")
 TABLE_PLACEMENTS = ("auto", "hbm", "uvm", "uvm_caching")
 SHARDING_TYPES = ("data_parallel", "model_parallel", "row_wise", "table_wise", "column_wise", "auto")
+EVICT_STRATEGIES = ("lru", "lfu")  # least recently, least frequently used
 RANKING_METRICS = ("AUC", "GAUC", "NE", "LogLoss", "Accuracy")
 LOWER_IS_BETTER = ("NE", "LogLoss")
 BEST_METRICS = tuple(f"{protocol}{name}" for protocol in ("", "sequential/", "frozen/") for name in RANKING_METRICS)
@@ -158,6 +159,8 @@ class DatasetArgs:
     item_features: tuple[str, ...] = ()  # added to the items' embeddings, such as ["genres", "year"] of MovieLens
     sharding_types: dict[str, str] | None = None  # of tables, which have their features' names: {"item": "row_wise"}
     table_placements: dict[str, str] | None = None  # of shared tables: {"item": "uvm_caching"}, see EmbeddingArgs
+    dynamic_tables: dict[str, int] | None = None  # tables that give rows to ids as they come: {"item": number of rows}
+    evict_strategy: str = "lru"  # where such a table is full, whose row a new id gets: "lru", "lfu"
     event_dropout: float = 0.0  # share of events left out of a training sequence (one stays), drawn anew each epoch
 
     def __post_init__(self) -> None:
@@ -170,6 +173,11 @@ class DatasetArgs:
         require_unique(self, "item_features")
         require_choice_values(self, "sharding_types", SHARDING_TYPES)
         require_choice_values(self, "table_placements", TABLE_PLACEMENTS)
+        least = min((self.dynamic_tables or {}).values(), default=1)
+        require(self, "dynamic_tables", least >= 1, "must give every table at least 1 row")
+        require_choice(self, "evict_strategy", EVICT_STRATEGIES)
+        read = self.evict_strategy == "lru" or bool(self.dynamic_tables)
+        require(self, "evict_strategy", read, "needs dynamic_tables, which it is about")
         require_fraction(self, "event_dropout")
 
     def _resolve_alias(self) -> None:
@@ -275,9 +283,13 @@ class EmbeddingArgs:
 
 @dataclass(frozen=True)
 class DynamicEmbeddingArgs(EmbeddingArgs):
-    """recsys-examples' dynamic (hashed, HBM-cached) table; accepted so that its gin files parse."""
+    """A table whose ids are any numbers: they get rows as they come, and lose them to others (docs/ranks.md).
 
-    sharding_type: str = "model_parallel"
+    ``item_vocab_size_or_capacity`` is its number of rows for ids. What says where rows lie has no effect:
+    global_hbm_for_values, item_vocab_gpu_capacity, item_vocab_gpu_capacity_ratio, caching and dist_type.
+    """
+
+    sharding_type: str = "model_parallel"  # (genrec) as of EmbeddingArgs
     global_hbm_for_values: int | None = None
     item_vocab_gpu_capacity: float | None = None
     item_vocab_gpu_capacity_ratio: float | None = None
@@ -287,8 +299,7 @@ class DynamicEmbeddingArgs(EmbeddingArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "sharding_type", self.sharding_type == "model_parallel", "must be 'model_parallel' here")
-        require_choice(self, "evict_strategy", ("lru", "lfu"))
+        require_choice(self, "evict_strategy", EVICT_STRATEGIES)
         require_choice(self, "dist_type", ("continuous", "roundrobin", "hash_roundrobin"))
         require_at_least(self, 0, "global_hbm_for_values", "item_vocab_gpu_capacity", "item_vocab_gpu_capacity_ratio")
 

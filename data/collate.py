@@ -21,7 +21,7 @@ ACTION = "action"
 class CollateOptions:
     """with_candidates: targets are candidates. protect_targets: event dropout keeps them. label: "mask" or "class".
 
-    item_features: name to (num_items, width) ids of each item.
+    item_features: name to (num_items, width) ids of each item. dynamic_features: those whose ids need not be rows.
     """
 
     contextual_features: tuple[str, ...]
@@ -31,6 +31,7 @@ class CollateOptions:
     protect_targets: bool
     event_dropout: float
     seed: int
+    dynamic_features: frozenset[str] = frozenset()
 
 
 def collate(
@@ -59,7 +60,7 @@ def collate(
     num_actions = dataset.metadata.num_actions
     if num_actions:
         features[ACTION] = events["action"]
-    _check_features(dataset, features)
+    _check_features(dataset, features, options)
     per_item = {item_feature_key(name): values for name, values in options.item_features.items()}
     features |= {name: values[events["item"]].ravel() for name, values in per_item.items()}
     widths = {name: values.shape[1] for name, values in per_item.items()}
@@ -112,11 +113,13 @@ def _gather(
     return {name: np.concatenate(parts) for name, parts in slices.items()}, contexts
 
 
-def _check_features(dataset: SequenceDataset, features: dict[str, np.ndarray]) -> None:
+def _check_features(dataset: SequenceDataset, features: dict[str, np.ndarray], options: CollateOptions) -> None:
     metadata = dataset.metadata
+    # Labels are found by the action's id, and the features of an item by the item's.
+    any_ids = options.dynamic_features - {ACTION} - ({ITEM} if options.item_features else set())
     sizes = {**metadata.contextual_features, ITEM: metadata.num_items, ACTION: metadata.num_actions}
     for name, values in features.items():
-        check_ids(values, feature=name, table=name, num_rows=sizes[name])
+        check_ids(values, feature=name, table=name, num_rows=None if name in any_ids else sizes[name])
 
 
 def uniform(seed: int, epoch: int, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -159,9 +159,14 @@ def check_one_of(value: str, *, field_name: str, allowed: Sequence[str]) -> None
         raise DataError(f"{field_name} is {value!r}, allowed are {', '.join(map(repr, allowed)) or 'none'}")
 
 
-def check_ids(values: np.ndarray, *, feature: str, table: str, num_rows: int) -> None:
-    """Raises DataError naming feature, id and table unless all ``values`` are rows of a table of ``num_rows`` rows."""
+def check_ids(values: np.ndarray, *, feature: str, table: str, num_rows: int | None) -> None:
+    """Raises DataError naming feature, id and table unless all ``values`` are rows of a table of ``num_rows`` rows.
+
+    num_rows: None for a dynamic table, which takes every id from 0 on.
+    """
     for extreme in (values.min(), values.max()) if len(values) else ():
-        if not 0 <= extreme < num_rows:
+        if num_rows is None and extreme < 0:
+            raise DataError(f"feature {feature!r} has id {extreme} but dynamic table {table!r} takes ids from 0 on")
+        if num_rows is not None and not 0 <= extreme < num_rows:
             allowed = f"{num_rows} rows (ids 0 to {num_rows - 1})"
             raise DataError(f"feature {feature!r} has id {extreme} but table {table!r} has {allowed}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ class SequenceLoader:
     split's targets, as labelled history or as candidates). label: "mask" (the metadata's label_bits) or "class".
     max_history_seqlen, max_num_candidates: events. batch_size: sequences a rank. contextual_features: None for all.
     item_features: names of features of the items that each event gets. event_dropout: share of a training sequence's
-    events left out, drawn anew each epoch; candidates and at least one event always stay.
+    events left out, drawn anew each epoch; candidates and at least one event always stay. dynamic_features: names of
+    features of which every id from 0 on is legal (not of actions, nor of items with item_features).
     balanced: ranks share each global batch so that the sums of ``cost`` are even (balance.py).
 
     Raises:
@@ -59,6 +60,7 @@ class SequenceLoader:
         max_num_candidates: int = 0,
         contextual_features: Sequence[str] | None = None,
         item_features: Sequence[str] = (),
+        dynamic_features: Collection[str] = (),
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = False,
@@ -91,6 +93,7 @@ class SequenceLoader:
             protect_targets=max_num_candidates > 0,
             event_dropout=event_dropout,
             seed=seed,
+            dynamic_features=frozenset(dynamic_features),
         )
         self._batches = _BatchesByPlace(
             dataset,

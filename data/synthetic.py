@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from genrec.configs.schema import BenchmarkDatasetArgs, FeatureArgs, RandomDistribution
+from genrec.configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, FeatureArgs, RandomDistribution
 from genrec.data.balance import Imbalance, SequenceCost, partition
 from genrec.data.batch import Batch, jagged_features
 from genrec.data.distributions import sample
@@ -167,13 +167,15 @@ def _feature_owners(args: BenchmarkDatasetArgs) -> dict[str, FeatureArgs]:
 
 
 def _value_distribution(args: BenchmarkDatasetArgs, group: FeatureArgs, name: str) -> RandomDistribution:
-    """The distribution of a feature's ids, within its table."""
+    """The distribution of a feature's ids, within its table; where that is dynamic, ids are as they are drawn."""
     table = next(table for table in args.embedding_args if name in table.feature_names)
     num_rows = table.item_vocab_size_or_capacity
     given = (group.value_dists or {}).get(name)
     if given is None:
         return RandomDistribution(dist_type="uniform", high=num_rows)
     is_uniform = given.dist_type == "uniform"
+    if isinstance(table, DynamicEmbeddingArgs):
+        return dataclasses.replace(given, high=num_rows) if is_uniform and given.high is None else given
     limit = num_rows if is_uniform else num_rows - 1
     if given.low >= num_rows or (given.high is not None and given.high > limit):
         raise DataError(

@@ -12,6 +12,7 @@ so that its size does not grow with n; nothing where there is none.
 
 Ids are checked where they enter: the data loader refuses, on the CPU and by name, every id outside its table. Lookups
 rely on it, since sharded tables may answer a wrong id with some row; PyTorch's own lookup, used here, raises too.
+The ids of dynamic tables are any numbers, and lookups put their rows in their place (row_map.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +29,20 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig, NetworkArgs
+from genrec.configs.schema import (
+    BenchmarkDatasetArgs,
+    ConfigError,
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    ExperimentConfig,
+    NetworkArgs,
+)
 from genrec.data.batch import Batch
 from genrec.data.format import DatasetMetadata, item_feature_key
 from genrec.hstu.preprocessor import HSTUInputs
 from genrec.model.features import FeatureLayout, feature_layout
 from genrec.model.gate import GradientGate
+from genrec.model.row_map import RowMap
 from genrec.model.table_init import BlockwiseInit, is_blockwise
 
 
@@ -40,7 +50,8 @@ from genrec.model.table_init import BlockwiseInit, is_blockwise
 class TableSpec:
     """One table: ``num_embeddings`` rows of ``embedding_dim`` numbers, read by the ids of ``feature_names``.
 
-    sharding_type, placement: as configured, of configs.schema.SHARDING_TYPES and TABLE_PLACEMENTS.
+    sharding_type, placement: as configured, of configs.schema.SHARDING_TYPES and TABLE_PLACEMENTS. evict_strategy: of a
+    dynamic table, whose last row is that of ids without a row of their own; None: ids are rows.
     """
 
     name: str
@@ -49,6 +60,7 @@ class TableSpec:
     embedding_dim: int
     sharding_type: str = "data_parallel"
     placement: str = "auto"
+    evict_strategy: str | None = None
 
 
 def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None) -> tuple[TableSpec, ...]:
@@ -57,7 +69,7 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
 
     Raises:
         ConfigError: a listed table that nothing reads, or that serves features of different embedding dims; a sharding
-            type of a table that there isn't.
+            type or capacity of a table that there isn't.
     """
     layout = feature_layout(config, metadata)
     if isinstance(config.dataset, BenchmarkDatasetArgs):
@@ -67,24 +79,26 @@ def embedding_tables(config: ExperimentConfig, metadata: DatasetMetadata | None)
     if layout.action is not None:
         rows[layout.action] = metadata.num_actions
     rows |= {item_feature_key(name): feature.num_values for name, feature in metadata.item_features.items()}
-    sharding_types = _by_table(config.dataset, "sharding_types", layout)
-    table_placements = _by_table(config.dataset, "table_placements", layout)
+    sharding_types: dict[str, str] = _by_table(config.dataset, "sharding_types", layout)
+    table_placements: dict[str, str] = _by_table(config.dataset, "table_placements", layout)
+    capacities: dict[str, int] = _by_table(config.dataset, "dynamic_tables", layout)
     return tuple(
         TableSpec(
             name=name,
             feature_names=(name,),
-            num_embeddings=rows[name],
+            num_embeddings=capacities[name] + 1 if name in capacities else rows[name],
             embedding_dim=feature_dim(name, layout=layout, network=config.network),
             sharding_type=sharding_types.get(name, "data_parallel"),
             placement=table_placements.get(name, "auto"),
+            evict_strategy=config.dataset.evict_strategy if name in capacities else None,
         )
         for name in layout.names
     )
 
 
-def _by_table(dataset: DatasetArgs, field: str, layout: FeatureLayout) -> dict[str, str]:
+def _by_table(dataset: DatasetArgs, field: str, layout: FeatureLayout) -> dict[str, Any]:
     """A field of values by table. Raises ConfigError for a table that there isn't."""
-    values: dict[str, str] = getattr(dataset, field) or {}
+    values: dict[str, Any] = getattr(dataset, field) or {}
     unknown = sorted(set(values) - set(layout.names))
     if unknown:
         raise ConfigError(
@@ -115,10 +129,11 @@ def _listed_tables(dataset: BenchmarkDatasetArgs, layout: FeatureLayout, network
             TableSpec(
                 name=args.table_name,
                 feature_names=names,
-                num_embeddings=args.item_vocab_size_or_capacity,
+                num_embeddings=args.item_vocab_size_or_capacity + isinstance(args, DynamicEmbeddingArgs),
                 embedding_dim=dims.pop(),
                 sharding_type=args.sharding_type,
                 placement=args.placement,
+                evict_strategy=args.evict_strategy if isinstance(args, DynamicEmbeddingArgs) else None,
             )
         )
     return tuple(tables)
@@ -164,7 +179,8 @@ class FeatureEmbeddings(nn.Module):
     """All tables of a model, float32, in an EmbeddingCollection for each embedding dim (TorchRec allows one in each).
 
     Tables that are to be sharded have collections of their own: "dim64" and "dim64_sharded". ``gate`` is there where
-    they are sharded (gate.py). Large tables are initialised apart from the others (table_init.py).
+    they are sharded (gate.py). Large tables are initialised apart from the others (table_init.py). row_maps: of dynamic
+    tables, by "table_" and the table's name.
     """
 
     gate: GradientGate | None = None
@@ -184,6 +200,14 @@ class FeatureEmbeddings(nn.Module):
         super().__init__()
         self.layout = layout
         self.item_feature_scale = item_feature_scale
+        dynamic = [(table, table.evict_strategy) for table in tables if table.evict_strategy is not None]
+        self.row_maps = nn.ModuleDict(
+            {
+                module_name(table.name): RowMap(table.num_embeddings - 1, strategy=strategy, device=device)
+                for table, strategy in dynamic
+            }
+        )
+        self.dynamic_features = {name: module_name(table.name) for table, _ in dynamic for name in table.feature_names}
         by_dim = {
             dim: [t for t in tables if t.embedding_dim == dim] for dim in sorted({t.embedding_dim for t in tables})
         }
@@ -253,6 +277,7 @@ class FeatureEmbeddings(nn.Module):
         )
 
     def _lookup(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        features = self._rows(features)
         vectors: dict[str, Tensor] = {}
         for collection in self.collections.values():
             embedded: dict[str, JaggedTensor] = collection(features)
@@ -261,6 +286,24 @@ class FeatureEmbeddings(nn.Module):
                 looked_up = {name: self.gate.cut(values) for name, values in looked_up.items()}
             vectors.update(looked_up)
         return vectors
+
+    def _rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """``features`` with rows in the place of dynamic tables' ids."""
+        if not self.row_maps:
+            return features
+        keys = features.keys()
+        values = {name: features[name].values() for name in keys}
+        for name, table in self.dynamic_features.items():
+            row_map = self.row_maps[table]
+            assert isinstance(row_map, RowMap)
+            values[name] = row_map.look_up(values[name])
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([values[name] for name in keys]),
+            lengths=features.lengths(),
+            stride=features.stride(),
+            length_per_key=features.length_per_key(),  # known by the host, which else would ask the device
+        )
 
     def _items(self, vectors: dict[str, Tensor], batch: Batch) -> Tensor:
         """(E, D_item): the items' rows plus their features'."""

@@ -152,6 +152,7 @@ class RunData:
             max_num_candidates=dataset.max_num_candidates,
             contextual_features=dataset.contextual_features,
             item_features=dataset.item_features,
+            dynamic_features=tuple(dataset.dynamic_tables or ()),
             rank=self.rank,
             world_size=self.world_size,
             shuffle=shuffle,

@@ -35,6 +35,7 @@ from genrec.hstu.jagged import JaggedSequence
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.linear import is_fp8
 from genrec.model.ranking import RankingModel, RankingOutput
+from genrec.model.row_map import RowMap
 from genrec.training.optim import embedding_parameters, sharded_parameters
 from genrec.training.sharding import Ranks
 
@@ -65,13 +66,20 @@ def shard_dense(model: RankingModel, ranks: Ranks) -> None:
 def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
     """``model`` under DDP; itself where there is one rank, or where FSDP2 has its dense weights.
 
-    Sharded tables are left to themselves: TorchRec exchanges their gradients, averaged like DDP's.
+    Sharded tables are left to themselves: TorchRec exchanges their gradients, averaged like DDP's; and the maps of
+    dynamic tables, which are equal on all ranks (training/dynamic_tables.py).
     """
     if ranks.data_size == 1 or isinstance(model, FSDPModule):
         return model
-    apart = list(sharded_parameters(model))
+    apart = [*sharded_parameters(model), *row_map_buffers(model)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
     return DistributedDataParallel(model, process_group=ranks.data_group, gradient_as_bucket_view=True)
+
+
+def row_map_buffers(model: nn.Module) -> list[str]:
+    """The names in ``model`` of the buffers of dynamic tables' maps."""
+    maps = [(at, module) for at, module in model.named_modules() if isinstance(module, RowMap)]
+    return [f"{at}.{name}" for at, row_map in maps for name, _ in row_map.named_buffers()]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

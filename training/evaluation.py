@@ -59,13 +59,15 @@ class ScoreTable:
     def gathered(self, ranks: Ranks, *, item_vocabulary: np.ndarray | None) -> polars.DataFrame:
         """All ranks' rows, ordered by user, time and item. All ranks call alike.
 
-        item_vocabulary: original id of each dense item id; None keeps the dense ids.
+        item_vocabulary: original id of each dense item id; None keeps the dense ids, as it keeps those beyond it, which
+        a dynamic table may have.
         """
         # Every rank has at least one batch, if only an empty one, so every part has all columns.
         parts = [part for rank_parts in ranks.gather(self._parts) for part in rank_parts]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if item_vocabulary is not None:
-            columns["item_id"] = item_vocabulary[columns["item_id"]]
+            known = columns["item_id"] < len(item_vocabulary)
+            columns["item_id"][known] = item_vocabulary[columns["item_id"][known]]
         return polars.DataFrame(columns).sort("user_id", "timestamp", "item_id", maintain_order=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from genrec.configs.schema import ExperimentConfig
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.preprocessor import DTYPES
+from genrec.model.row_map import BYTES_OF_ROW, RowMap
 from genrec.training.optim import embedding_parameters, table_optimizer
 
 # Optimizer values a weight has; row-wise Adagrad has one a row, which is next to nothing.
@@ -34,6 +35,9 @@ def weight_memory(
     sizes = {"weights": 4 * num_weights, "gradients": 4 * num_weights, "optimizer state": 4 * states}
     if config.trainer.ema_decay is not None:
         sizes["average of the weights"] = 4 * num_weights
+    maps = [module for module in model.modules() if isinstance(module, RowMap)]
+    if maps:
+        sizes["maps of dynamic tables"] = BYTES_OF_ROW * sum(row_map.capacity for row_map in maps)
     if in_parts:  # while a layer computes, the next one is gathered, or the gradients of the one before are summed
         layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
         largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)

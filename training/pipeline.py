@@ -65,6 +65,9 @@ def make_feed(trainer: TrainerArgs, embeddings: FeatureEmbeddings, *, loader: Cu
     if device not in OVERLAPPING_DEVICES:
         LOG.info("pipeline_type %r has no effect on a CPU, where there is nothing to overlap", kind)
         return Feed(ranks)
+    if embeddings.row_maps:  # an id's row, to which its table's rank belongs, is known when its step begins
+        LOG.info("pipeline_type %r is 'none' here: the ids of dynamic tables get their rows step by step", kind)
+        return Feed(ranks)
     prefetches = kind == "prefetch" and has_cached_tables(embeddings)
     if kind == "prefetch" and not prefetches:
         LOG.info("pipeline_type 'prefetch' is 'native' here: no embedding table is cached on the device")

@@ -24,9 +24,12 @@ from genrec.training.state import (
     MODEL,
     OPTIMIZER,
     PRECISION,
+    ROW_MAP,
     TrainingState,
     checkpoint_name,
     parted_weights,
+    row_map_tensors,
+    row_maps,
     sharded_moments,
     sharded_weights,
     weight_of,
@@ -41,7 +44,7 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
     Without optimizers in ``state`` those of the checkpoint are left alone. FP8 state is of no model: what the
     checkpoint lacks of it starts anew, what it has too much is left alone.
     """
-    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
+    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION, ROW_MAP)
     in_place = sharded_targets(state)
     put_back(read_for(path, state, prefixes=prefixes, without=list(in_place)), path, state)
     read_into(path, in_place)
@@ -74,6 +77,7 @@ def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) ->
     weights = below(tensors, MODEL)
     _restore_precision(path, state.model, below(tensors, PRECISION))
     _restore_weights(path, state.model, weights, apart=sharded)
+    _restore_row_maps(path, state.model, below(tensors, ROW_MAP))
     saved = below(tensors, OPTIMIZER)
     _restore_optimizers(path, state, {name: value for name, value in saved.items() if not _is_of(name, sharded)})
     if state.tables is not None:
@@ -116,6 +120,17 @@ def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor], 
             raise CheckpointError(f"{path} is of another model: {name} is {there} there and {here} here")
     # With sharded tables as they are, to be filled in place: load_state_dict takes all tensors or refuses.
     model.load_state_dict({names[name]: value for name, value in {**saved, **apart}.items()})
+
+
+def _restore_row_maps(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    own = below(row_map_tensors(model), ROW_MAP)
+    for name in sorted(own.keys() | saved.keys()):
+        if name not in own or name not in saved or own[name].shape != saved[name].shape:
+            table = name.partition(".")[0]
+            difference = f"table {table!r} is not dynamic in both, or of another capacity"
+            raise CheckpointError(f"{path} is of another model: {difference}")
+    for table, row_map in row_maps(model).items():
+        row_map.load_state(below(saved, f"{table}."))
 
 
 def _restore_optimizers(path: Path, state: TrainingState, saved: Mapping[str, Tensor]) -> None:

@@ -31,6 +31,7 @@ from genrec.training.checkpoint import read_host, resolve_checkpoint
 from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.datasets import RunData
 from genrec.training.dense_parallel import shard_dense
+from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
 from genrec.training.metrics import RankingMetrics
 from genrec.training.metrics_log import Line
@@ -164,6 +165,7 @@ class Run(Evaluator):
         self.vocabulary = self.data.vocabulary()
         self.optimizers: tuple[Optimizer, ...] = ()
         self.average: WeightAverage | None = None
+        self.dynamic: DynamicTables | None = None
         self.output_dir = Path(trainer.output_dir)
         directory = Path(trainer.ckpt_save_dir) if trainer.ckpt_save_dir else self.output_dir / "checkpoints"
         self.store = CheckpointStore(
@@ -199,6 +201,16 @@ class Run(Evaluator):
         self.optimizers = build_optimizers(self.model, self.config.optimizer)
         if trainer.ema_decay is not None:
             self.average = WeightAverage(self.model, decay=trainer.ema_decay)
+        if any(spec.evict_strategy is not None for spec in self.table_specs):
+            self.dynamic = DynamicTables(
+                self.model,
+                self.table_specs,
+                self.optimizers,
+                config=self.config,
+                ranks=self.ranks,
+                tables=self.tables,
+                average=self.average,
+            )
         seed_everything(trainer.seed + self.ranks.data_rank)  # each part of the data has its own dropout
 
     @property

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from genrec.hstu.precision.state import precision_tensors
+from genrec.model.row_map import RowMap
 from genrec.training.average import WeightAverage
 from genrec.training.dense_parallel import own_part
 from genrec.training.pieces import PIECE_NUMBERS, in_pieces
@@ -27,6 +28,7 @@ from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts
 
 MODEL, OPTIMIZER, AVERAGE, PRECISION, VOCABULARY = "model.", "optimizer.", "average.", "precision.", "vocabulary."
+ROW_MAP = "row_map."  # of dynamic tables: "row_map.item.ids"
 SHARDED_COLLECTION = re.compile(r"(?<=\bcollections\.)dim(\d+)_sharded(?=\.)")
 TABLE_WEIGHT = re.compile(r"embeddings\.collections\.dim\d+\.embeddings\.table_([^.]+)\.weight")
 # FBGEMM's names of moments that PyTorch's optimizers call otherwise.
@@ -71,6 +73,18 @@ def parted_weights(model: nn.Module) -> dict[str, DTensor]:
     return {checkpoint_name(n): p for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
+def row_maps(model: nn.Module) -> dict[str, RowMap]:
+    """Of the dynamic tables, by table."""
+    named = {name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, RowMap)}
+    return {name.removeprefix("table_"): row_map for name, row_map in named.items()}
+
+
+def row_map_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint keeps of them, by name there."""
+    maps = row_maps(model).items()
+    return {f"{ROW_MAP}{table}.{key}": value for table, row_map in maps for key, value in row_map.state.items()}
+
+
 def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
     """Every tensor of the training state by name, for ``CheckpointStore.save``."""
     model, average = state.model, state.average
@@ -93,6 +107,7 @@ def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
         tensors |= {f"{AVERAGE}{name}": value for name, value in average.tensors.items()}
     if state.parts is not None:
         tensors = state.parts.joined(tensors)
+    tensors |= row_map_tensors(model)
     for table, keys in (state.vocabulary or {}).items():
         tensors[f"{VOCABULARY}{table}"] = torch.from_numpy(keys)
     tensors = {name: in_pieces(tensor) for name, tensor in tensors.items()}

@@ -2,7 +2,8 @@
 
 A step waits for the device once, after the backward, where the ranks agree on the loss and whether all is finite. The
 counts by which the loss is divided are summed on the host when batches are read (feed.py). Sums of gradients (and of
-their norm, where ranks share the dense weights) and delayed scaling's maxima of amaxes come on top.
+their norm, where ranks share the dense weights), delayed scaling's maxima of amaxes and the ids of dynamic tables (two
+more questions) come on top.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from genrec.training.dense_parallel import (
     total_norm,
     unwrap,
 )
+from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.feed import Lookahead, StepInput
 from genrec.training.locate import locate
 from genrec.training.sharding import Attempt, Ranks
+from genrec.training.state import row_maps
 from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts
 
@@ -94,7 +97,8 @@ class TrainStep:
     The loss is the sum over targets divided by the global number of targets. A step without any target on any rank is
     legal: it counts, but weights and optimizer state stay as they are (no decay either), and its loss is 0. Non-finite
     losses and gradients are found before the weights change, and the state of delayed scaling is put back: "stop"
-    raises NonFiniteError, "locate" too after looking for the module that made them, "skip" leaves the step out.
+    raises NonFiniteError, "locate" too after looking for the module that made them, "skip" leaves the step out. So are
+    the rows that dynamic tables gave to the step's ids.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class TrainStep:
         tables: ShardedTables | None = None,
         lookahead: Lookahead | None = None,
         parts: WeightParts | None = None,
+        dynamic: DynamicTables | None = None,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
@@ -118,8 +123,10 @@ class TrainStep:
         self.tables = tables
         self.lookahead = lookahead or Lookahead()
         self.parts = parts
+        self.dynamic = dynamic
         self.set_learning_rates = set_learning_rates
         self._bare = unwrap(model)
+        assert (dynamic is None) == (not row_maps(self._bare)), "dynamic tables are to be told the ids of each step"
         self._parameters = [p for p in self._bare.parameters() if p.requires_grad]
         self._fp8_weights = [module.weight for module in self._bare.modules() if is_fp8(module)]
         self._left_to_average = left_to_average(self._bare)
@@ -151,6 +158,8 @@ class TrainStep:
 
     def _train(self, batches: Sequence[Batch], num_targets: int, *, step: int) -> tuple[float, bool]:
         """The sum of losses over ranks, and whether all was finite and the weights have changed."""
+        if self.dynamic is not None:
+            self.dynamic.admit(batches, step=step)
         FINITE_WATCH.take(self.ranks.device)  # what forwards outside of steps left there
         if self.tables is not None:
             self.tables.begin_step()
@@ -165,10 +174,11 @@ class TrainStep:
         self._drop_gradients()  # those of sharded tables among them, where they have not been used
         if not finite:
             start.put_back(self._bare)
+            origin = self._locate(batches, num_targets, start) if replays else None
+            if self.dynamic is not None:
+                self.dynamic.undo()
             if self.trainer.nonfinite != "skip":
-                mean = loss_sum / num_targets
-                origin = self._locate(batches, num_targets, start) if replays else None
-                raise NonFiniteError(_sentence(step, mean, origin))
+                raise NonFiniteError(_sentence(step, loss_sum / num_targets, origin))
         return loss_sum, finite
 
     def _backward(self, batches: Sequence[Batch], num_targets: int) -> Tensor:

@@ -118,7 +118,7 @@ def does_not_fit(
         if budget.host_bytes < UNLIMITED:
             had += f" and {_gib(budget.host_bytes)} of host memory"
             changes.append("a larger TrainerArgs.embedding_host_gib")
-    kept = [table for table in tables if list(kernels[table.name]) == ["fused"]]
+    kept = [t for t in tables if list(kernels[t.name]) == ["fused"] and t.evict_strategy is None]
     if kept and budget.field == "embedding_hbm_gib":
         largest = max(kept, key=lambda table: sizes(table)[0])
         changes.append(f"placement 'uvm_caching' for table {largest.name!r} ({_gib(sizes(largest)[0][0])})")

@@ -18,7 +18,7 @@ placement           kernels that the planner may choose
 hbm                 fused: in the device's own memory
 uvm                 fused_uvm: in host memory, which the GPU reads row by row
 uvm_caching         fused_uvm_caching: in host memory, with a cache of rows on the GPU
-auto                any of them; on a CPU fused
+auto                any of them; on a CPU, and for a dynamic table, fused
 ==================  ======================================================================
 """
 
@@ -85,6 +85,11 @@ def allowed_types(table: TableSpec, config: ExperimentConfig, *, device_type: st
 
 
 def _check_placement(table: TableSpec, *, device_type: str) -> None:
+    if table.placement in UVM_PLACEMENTS and table.evict_strategy is not None:
+        raise UnavailableError(
+            f"table {table.name!r} has placement {table.placement!r} and is dynamic: rows that change hands start anew,"
+            " which would not reach those that a GPU has copies of; 'auto' and 'hbm', there the same, are available"
+        )
     if table.placement in UVM_PLACEMENTS and device_type == "cpu":
         raise UnavailableError(
             f"table {table.name!r} has placement {table.placement!r}, and a CPU has host memory alone: 'auto' and"
@@ -100,7 +105,8 @@ def _check_placement(table: TableSpec, *, device_type: str) -> None:
 
 def allowed_kernels(table: TableSpec, *, device_type: str) -> list[str]:
     """The kernels that the planner may choose for ``table``, the best first."""
-    return [kernel.value for kernel in (KERNELS["hbm"] if device_type == "cpu" else KERNELS[table.placement])]
+    on_device = device_type == "cpu" or table.evict_strategy is not None
+    return [kernel.value for kernel in (KERNELS["hbm"] if on_device else KERNELS[table.placement])]
 
 
 def _faults(table: TableSpec, optimizer: str, *, world_size: int) -> dict[str, str]:

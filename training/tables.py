@@ -61,7 +61,9 @@ class ShardedTables:
     ) -> None:
         """plan: of ``plan_tables``, the same on all ranks. Ranks call alike."""
         # FBGEMM's caches are then told to keep what a later step has prefetched (training/pipeline.py).
-        prefetches = config.trainer.pipeline_type == "prefetch" and ranks.device.type == "cuda"
+        # With dynamic tables no step is prefetched.
+        asked = config.trainer.pipeline_type == "prefetch" and not model.embeddings.row_maps
+        prefetches = asked and ranks.device.type == "cuda"
         sources = first_weights(model)
         ensure_process_group(ranks)
         with quiet_torchrec():

@@ -145,6 +145,7 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
         tables=run.tables,
         lookahead=feed,
         parts=run.parts,
+        dynamic=run.dynamic,
     )
     loop = Loop(
         trainer,

@@ -25,9 +25,12 @@ from genrec.training.state import (
     MODEL,
     OPTIMIZER,
     PRECISION,
+    ROW_MAP,
     VOCABULARY,
     TrainingState,
     checkpoint_name,
+    row_map_tensors,
+    row_maps,
     sharded_weights,
     table_of,
     weight_of,
@@ -62,6 +65,8 @@ def start_from(path: Path, state: TrainingState, *, parts: str, data: Mapping[st
     put_back(tensors, path, state)
     if parts != DENSE:
         _fill_sharded(path, state, matches)
+        for row_map in row_maps(state.model).values():
+            row_map.count_steps_anew()
 
 
 def match_rows(there: np.ndarray, here: np.ndarray) -> RowMatch:
@@ -86,11 +91,15 @@ def _match_tables(path: Path, state: TrainingState, *, data: Mapping[str, Any] |
     saved_data = read_host(path, rank=0)["data"]
     same_data = (saved_data or {}).get("name") == (data or {}).get("name")
     shapes = read_shapes(path)
+    own_maps = row_map_tensors(state.model)
     matches = {}
     for name, weight in state.model.state_dict().items():
         table = table_of(checkpoint_name(name))
         shape = shapes.get(f"{MODEL}{checkpoint_name(name)}")
         if table is None or shape is None:
+            continue
+        if f"{ROW_MAP}{table}.ids" in {*shapes, *own_maps}:
+            _check_dynamic(path, table, there=there.get(table), here=(state.vocabulary or {}).get(table))
             continue
         match = _match_table(
             path,
@@ -103,6 +112,21 @@ def _match_tables(path: Path, state: TrainingState, *, data: Mapping[str, Any] |
         if match is not None:
             matches[checkpoint_name(name)] = match
     return matches
+
+
+def _check_dynamic(path: Path, table: str, *, there: Tensor | None, here: np.ndarray | None) -> None:
+    """Rows of a dynamic table go by its ids, so those must mean the same. Raises CheckpointError where they don't.
+
+    That it is dynamic there and here, and as large, is checked where its map is read (restore.py).
+    """
+    same = there is None and here is None
+    if there is not None and here is not None:
+        same = np.array_equal(there.numpy(), here)
+    if not same:
+        raise CheckpointError(
+            f"{path} has another vocabulary of table {table!r}, which is dynamic, so that its ids stand for others:"
+            ' TrainerArgs.ckpt_load_parts = "dense" takes the other weights alone'
+        )
 
 
 def _match_table(
@@ -139,13 +163,15 @@ def _match_table(
 
 
 def _wanted_tensors(path: Path, state: TrainingState, parts: str) -> dict[str, Tensor]:
-    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION)
+    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION, ROW_MAP)
     tensors = read_for(path, state, prefixes=prefixes, without=list(sharded_targets(state)))
     return {name: tensor for name, tensor in tensors.items() if parts == ALL or _part_of(name) == parts}
 
 
 def _part_of(name: str) -> str:
     """Which part a tensor of a checkpoint belongs to."""
+    if name.startswith(ROW_MAP):
+        return EMBEDDING
     return DENSE if table_of(weight_of(name)) is None else EMBEDDING
 
 
@@ -156,6 +182,7 @@ def _own_tensors(state: TrainingState, parts: str) -> dict[str, Tensor]:
     own = {f"{MODEL}{name}": value for name, value in weights.items() if name not in sharded}
     if state.average is not None:
         own |= {f"{AVERAGE}{name}": value for name, value in state.average.tensors.items()}
+    own |= row_map_tensors(state.model)
     return {name: value.clone() for name, value in own.items() if _part_of(name) != parts}
 
 

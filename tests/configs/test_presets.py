@@ -202,5 +202,4 @@ def test_a_recsys_examples_benchmark_file_parses_and_names_what_is_missing(load)
     assert (config.trainer.log_interval, config.network.hidden_dropout) == (50, 0.0)
     with pytest.raises(UnavailableError) as caught:
         check_available(config)
-    for part in ("'cutlass'", "DynamicEmbeddingArgs"):
-        assert part in str(caught.value)
+    assert "'cutlass'" in str(caught.value)

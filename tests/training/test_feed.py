@@ -112,6 +112,7 @@ def test_an_error_in_reading_ahead_comes_with_its_step(embeddings, loader):
 
 
 ON_A_CPU = "pipeline_type 'native' has no effect on a CPU, where there is nothing to overlap"
+DYNAMIC = "pipeline_type {!r} is 'none' here: the ids of dynamic tables get their rows step by step"
 WITHOUT_CACHES = "pipeline_type 'prefetch' is 'native' here: no embedding table is cached on the device"
 
 
@@ -133,3 +134,16 @@ def test_what_a_pipeline_type_is_here(embeddings, loader, caplog, monkeypatch, k
         feed = make_feed(trainer, embeddings, loader=loader, ranks=ALONE)
     assert isinstance(feed, OverlappedFeed) == overlaps
     assert [r.message for r in caplog.records if r.name.startswith("genrec")] == said
+
+
+@pytest.mark.parametrize("kind", ["none", "native", "prefetch"])
+def test_dynamic_tables_have_nothing_read_ahead(tmp_path, tiny_config, loader, caplog, monkeypatch, kind):
+    monkeypatch.setattr(pipeline, "OVERLAPPING_DEVICES", ("cpu",))
+    config = tiny_config(tmp_path / "unused", "DatasetArgs.dynamic_tables = {'item': 7}")
+    dynamic = RankingModel(config, metadata=read_run_metadata(config)).embeddings
+    trainer = TrainerArgs(train_batch_size=1, eval_batch_size=1, pipeline_type=kind)
+    with caplog.at_level(logging.INFO, logger="genrec"):
+        feed = make_feed(trainer, dynamic, loader=loader, ranks=ALONE)
+    assert type(feed) is Feed
+    said = [r.message for r in caplog.records if r.name.startswith("genrec")]
+    assert said == ([] if kind == "none" else [DYNAMIC.format(kind)])

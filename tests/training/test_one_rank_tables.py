@@ -52,6 +52,19 @@ def test_fused_tables_train_as_whole_ones(tmp_path, tiny_config, last_tensors, o
     assert_same(tmp_path / "whole", tmp_path / "fused", last_tensors)
 
 
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD], ids=["sgd", "adagrad"])
+def test_dynamic_fused_tables_train_as_whole_ones(tmp_path, tiny_config, last_tensors, caplog, optimizer):
+    """Rows that change hands start anew in TorchRec's kernels too, and a step that is left out is undone there."""
+    bound = (*RUN, optimizer, "DatasetArgs.dynamic_tables = {'item': 14}", "TrainerArgs.max_train_iters = 8")
+    train(tiny_config(tmp_path / "whole", *bound))
+    assert "table 'item' is full" in caplog.text
+    train(tiny_config(tmp_path / "fused", *bound, sharding("row_wise")))
+    assert_same(tmp_path / "whole", tmp_path / "fused", last_tensors)
+    maps = [{n: t for n, t in last_tensors(tmp_path / run).items() if "row_map" in n} for run in ("whole", "fused")]
+    assert len(maps[0]) == 3
+    torch.testing.assert_close(maps[1], maps[0], rtol=0, atol=0)
+
+
 @pytest.fixture
 def large_tables(monkeypatch):
     """The tiny dataset's tables of items and actions as large tables: made in blocks, saved in pieces."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -124,6 +126,19 @@ def test_host_memory_of_a_gpu_is_for_fused_tables_alone(config, placement):
         sharded_tables([table("row_wise", placement=placement)], clipped, **gpu)
     assert allowed_kernels(table("auto", placement=placement), device_type="cuda") == [f"fused_{placement}"]
     assert allowed_kernels(table("auto"), device_type="cpu") == ["fused"]
+
+
+@pytest.mark.parametrize("placement", ["uvm", "uvm_caching"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_dynamic_table_stays_in_the_devices_own_memory(config, placement, device_type):
+    """Neither is it asked to move nor may the planner move it."""
+    here = {"device_type": device_type, "world_size": 2}
+    dynamic = dataclasses.replace(table("row_wise", placement=placement), evict_strategy="lru")
+    with pytest.raises(UnavailableError, match=f"table 'item' has placement '{placement}' and is dynamic"):
+        sharded_tables([dynamic], config(SGD), **here)
+    dynamic = dataclasses.replace(dynamic, placement="auto")
+    assert allowed(config(SGD), dynamic, **here) == ("row_wise",)
+    assert allowed_kernels(dynamic, device_type=device_type) == ["fused"]
 
 
 def test_tables_of_a_prepared_dataset_have_the_types_bound(config):
