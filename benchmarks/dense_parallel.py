@@ -24,12 +24,9 @@ import torch
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig
 from genrec.training.console import setup_logging
-from genrec.training.dense_parallel import replicate
 from genrec.training.loop import grouped
-from genrec.training.optim import LearningRateSchedule, Scheduled
 from genrec.training.run import Run
 from genrec.training.sharding import Ranks, is_main_process, process_group
-from genrec.training.step import TrainStep
 from reporting import RESULTS, header, write
 
 KINDS = ("ddp", "fsdp2")
@@ -103,15 +100,7 @@ def train(config: ExperimentConfig, ranks: Ranks, *, num_steps: int) -> Outcome:
         torch.cuda.reset_peak_memory_stats()
     run = Run(config, ranks=ranks)
     run.place()
-    scheduled: list[Scheduled] = [*run.optimizers, *([] if run.tables is None else [run.tables])]
-    step = TrainStep(
-        replicate(run.model, ranks),
-        run.optimizers,
-        trainer=config.trainer,
-        ranks=ranks,
-        set_learning_rates=LearningRateSchedule(scheduled, config.trainer, total_steps=num_steps),
-        tables=run.tables,
-    )
+    step = run.train_step(total_steps=num_steps)
     run.model.train()
     losses, seconds = [], []
     for number, batches in zip(range(1, num_steps + 1), grouped(run.loader, 1), strict=False):

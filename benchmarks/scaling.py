@@ -29,14 +29,11 @@ from typing import Any
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig, UserError
 from genrec.training.command_line import add_gin_arguments
-from genrec.training.dense_parallel import replicate
 from genrec.training.feed import Feed
 from genrec.training.loop import grouped
-from genrec.training.optim import LearningRateSchedule
 from genrec.training.pipeline import has_cached_tables, make_feed
 from genrec.training.run import Run
 from genrec.training.sharding import Ranks, process_group
-from genrec.training.step import TrainStep
 from reporting import RESULTS, cpu, header, write
 
 TYPES = ("none", "native", "prefetch")
@@ -64,15 +61,7 @@ class Trainer:
         self.run.place()
         self.run.model.train()
         self.ranks = ranks
-        tables = [] if self.run.tables is None else [self.run.tables]
-        self.step = TrainStep(
-            replicate(self.run.model, ranks),
-            self.run.optimizers,
-            trainer=config.trainer,
-            ranks=ranks,
-            set_learning_rates=LearningRateSchedule([*self.run.optimizers, *tables], config.trainer, total_steps=10**6),
-            tables=self.run.tables,
-        )
+        self.step = self.run.train_step(total_steps=10**6)
         self.num_steps = 0
         self._first_batches = self.run.loader.state_dict()
 

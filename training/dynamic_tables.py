@@ -22,9 +22,10 @@ from genrec.model.embedding import TableSpec
 from genrec.model.ranking import RankingModel
 from genrec.model.row_map import Admission
 from genrec.training.average import WeightAverage
+from genrec.training.checkpoint_names import checkpoint_name, table_of
 from genrec.training.optim import sharded_parameters
 from genrec.training.sharding import Ranks
-from genrec.training.state import checkpoint_name, row_maps, table_of
+from genrec.training.state import row_maps
 from genrec.training.tables import ShardedTables
 
 LOG = logging.getLogger(__name__)

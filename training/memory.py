@@ -14,8 +14,8 @@ from genrec.hstu.preprocessor import DTYPES
 from genrec.model.row_map import BYTES_OF_ROW, RowMap
 from genrec.training.optim import embedding_parameters, table_optimizer
 
-# Optimizer values a weight has; row-wise Adagrad has one a row, which is next to nothing.
-STATE_PER_WEIGHT = {"adam": 2, "adamw": 2, "sgd": 0, "rowwise_adagrad": 0}
+# Numbers that an optimizer keeps for each weight, and for each row, which are next to nothing beside a row's weights.
+MOMENTS = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0), "adamw": (2, 0)}
 
 
 def weight_memory(
@@ -30,8 +30,8 @@ def weight_memory(
     if in_parts:
         num_dense = math.ceil(num_dense / world_size)
     num_weights = num_tables + num_dense
-    states = STATE_PER_WEIGHT[config.optimizer.optimizer_str] * num_dense
-    states += STATE_PER_WEIGHT[table_optimizer(config.optimizer)] * num_tables
+    states = MOMENTS[config.optimizer.optimizer_str][0] * num_dense
+    states += MOMENTS[table_optimizer(config.optimizer)][0] * num_tables
     sizes = {"weights": 4 * num_weights, "gradients": 4 * num_weights, "optimizer state": 4 * states}
     if config.trainer.ema_decay is not None:
         sizes["average of the weights"] = 4 * num_weights

@@ -19,20 +19,14 @@ from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.recipes import linear_recipe
 from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
 from genrec.training.checkpoint import CheckpointError, read_into, read_shapes, read_tensors
+from genrec.training.checkpoint_names import AVERAGE, MODEL, OPTIMIZER, PRECISION, ROW_MAP, checkpoint_name, weight_of
 from genrec.training.state import (
-    AVERAGE,
-    MODEL,
-    OPTIMIZER,
-    PRECISION,
-    ROW_MAP,
     TrainingState,
-    checkpoint_name,
     parted_weights,
     row_map_tensors,
     row_maps,
     sharded_moments,
     sharded_weights,
-    weight_of,
 )
 
 LOG = logging.getLogger(__name__)

@@ -30,12 +30,13 @@ from genrec.training.best import BestCheckpoint
 from genrec.training.checkpoint import read_host, resolve_checkpoint
 from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.datasets import RunData
-from genrec.training.dense_parallel import shard_dense
+from genrec.training.dense_parallel import replicate, shard_dense
 from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
+from genrec.training.feed import Lookahead
 from genrec.training.metrics import RankingMetrics
 from genrec.training.metrics_log import Line
-from genrec.training.optim import build_optimizers
+from genrec.training.optim import LearningRateSchedule, Scheduled, build_optimizers
 from genrec.training.report import Meter
 from genrec.training.sharding import Ranks, local_world_size
 from genrec.training.state import (
@@ -45,7 +46,7 @@ from genrec.training.state import (
     random_state,
     set_random_state,
 )
-from genrec.training.step import NonFiniteError
+from genrec.training.step import NonFiniteError, TrainStep
 from genrec.training.table_budget import TableBudget, table_budget
 from genrec.training.table_placement import TablePlacement, placements
 from genrec.training.table_plan import plan_tables
@@ -212,6 +213,24 @@ class Run(Evaluator):
                 average=self.average,
             )
         seed_everything(trainer.seed + self.ranks.data_rank)  # each part of the data has its own dropout
+
+    def train_step(self, *, total_steps: int, lookahead: Lookahead | None = None) -> TrainStep:
+        """The steps of this run, once it is placed: its model under DDP where that is how ranks share it. Ranks call
+        alike. total_steps: of the schedule of learning rates; lookahead: see TrainStep.
+        """
+        scheduled: list[Scheduled] = [*self.optimizers, *([] if self.tables is None else [self.tables])]
+        return TrainStep(
+            replicate(self.model, self.ranks),
+            self.optimizers,
+            trainer=self.config.trainer,
+            ranks=self.ranks,
+            set_learning_rates=LearningRateSchedule(scheduled, self.config.trainer, total_steps=total_steps),
+            average=self.average,
+            tables=self.tables,
+            lookahead=lookahead,
+            parts=self.parts,
+            dynamic=self.dynamic,
+        )
 
     @property
     def state(self) -> TrainingState:

@@ -1,13 +1,12 @@
 """What a checkpoint holds: model, optimizers, average and FP8 state as named tensors; random states as JSON values.
 
-Names and shapes don't depend on how tables and dense weights are sharded, so any checkpoint fits any number of ranks:
-``model.embeddings.collections.dim64.embeddings.table_item.weight`` (rows, 64), whole to who reads it.
+Names (checkpoint_names.py) and shapes don't depend on how tables and dense weights are sharded, so any checkpoint fits
+any number of ranks.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +21,20 @@ from torch.optim import Optimizer
 from genrec.hstu.precision.state import precision_tensors
 from genrec.model.row_map import RowMap
 from genrec.training.average import WeightAverage
+from genrec.training.checkpoint_names import (
+    AVERAGE,
+    MODEL,
+    OPTIMIZER,
+    PRECISION,
+    ROW_MAP,
+    VOCABULARY,
+    checkpoint_name,
+)
 from genrec.training.dense_parallel import own_part
 from genrec.training.pieces import PIECE_NUMBERS, in_pieces
 from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts
 
-MODEL, OPTIMIZER, AVERAGE, PRECISION, VOCABULARY = "model.", "optimizer.", "average.", "precision.", "vocabulary."
-ROW_MAP = "row_map."  # of dynamic tables: "row_map.item.ids"
-SHARDED_COLLECTION = re.compile(r"(?<=\bcollections\.)dim(\d+)_sharded(?=\.)")
-TABLE_WEIGHT = re.compile(r"embeddings\.collections\.dim\d+\.embeddings\.table_([^.]+)\.weight")
 # FBGEMM's names of moments that PyTorch's optimizers call otherwise.
 ADAM_KEYS = {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"}
 MOMENT_KEYS = {"rowwise_adagrad": {"momentum1": "sum"}, "adam": ADAM_KEYS, "adamw": ADAM_KEYS}
@@ -49,23 +53,6 @@ class TrainingState:
     tables: ShardedTables | None = None
     vocabulary: Mapping[str, np.ndarray] | None = None
     parts: WeightParts | None = None
-
-
-def checkpoint_name(name: str) -> str:
-    """The name, in a checkpoint, of a weight with ``name`` in the model: without where its table lies."""
-    return SHARDED_COLLECTION.sub(r"dim\1", name)
-
-
-def table_of(name: str) -> str | None:
-    """The table whose weight has ``name`` in a checkpoint; None for a dense weight."""
-    match = TABLE_WEIGHT.fullmatch(name)
-    return None if match is None else match.group(1)
-
-
-def weight_of(name: str) -> str:
-    """The name of the weight that a tensor of a checkpoint is, or is of."""
-    prefix, _, rest = name.partition(".")
-    return rest.rpartition(".")[0] if f"{prefix}." == OPTIMIZER else rest
 
 
 def parted_weights(model: nn.Module) -> dict[str, DTensor]:

@@ -22,14 +22,12 @@ from torch import nn
 
 from genrec.configs.schema import ExperimentConfig, UnavailableError
 from genrec.model.embedding import ShardableTables, TableSpec
-from genrec.training.memory import activation_memory, weight_memory
+from genrec.training.memory import MOMENTS, activation_memory, weight_memory
 from genrec.training.optim import table_optimizer
 
 GIB = 2**30
 RESERVED_SHARE = 0.1  # of a card: CUDA's context, workspaces, buffers of what is looked up, fragments
 UNLIMITED = 2**60
-# Moments in numbers: for each weight, for each row.
-MOMENTS = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0), "adamw": (2, 0)}
 CACHE_BYTES_PER_ROW, CACHE_BYTES_PER_SLOT = 4, 16
 
 

@@ -21,10 +21,10 @@ from genrec.hstu.linear import Linear
 from genrec.hstu.norm import HeadNorm, Norm
 from genrec.hstu.parallel import Split, TensorParallel, summed
 from genrec.model.heads import PredictionHead
+from genrec.training.checkpoint_names import weight_of
 from genrec.training.sharding import COLLECTIVE_TIMEOUT, Ranks
 
 BROADCAST_BYTES = 64 * 2**20  # of gradients that go together
-OPTIMIZER = "optimizer."  # as in state.py
 
 
 def with_peers(ranks: Ranks, tensor_parallel_size: int) -> Ranks:
@@ -91,7 +91,7 @@ class WeightParts:
         """A checkpoint's tensors by name, those of which this rank has a part cut to it; what can't be cut is left."""
         cut = {}
         for name, tensor in tensors.items():
-            split = self._split_of(name)
+            split = self.splits.get(weight_of(name))
             fits = split is not None and split.fits(tensor, self.tp)
             cut[name] = split.part(tensor, self.tp) if split is not None and fits else tensor
         return cut
@@ -100,14 +100,9 @@ class WeightParts:
         """This rank's tensors by name in a checkpoint, the parts as parts of the whole that peers write together."""
         joined = {}
         for name, tensor in tensors.items():
-            split = self._split_of(name)
+            split = self.splits.get(weight_of(name))
             joined[name] = tensor if split is None or not tensor.dim() else _as_part(tensor.detach(), split, self.tp)
         return joined
-
-    def _split_of(self, name: str) -> Split | None:
-        """How the tensor with ``name`` in a checkpoint is shared: weights, moments and averages alike."""
-        prefix, _, rest = name.partition(".")
-        return self.splits.get(rest.rpartition(".")[0] if f"{prefix}." == OPTIMIZER else rest)
 
 
 def check_tables(sharded: Collection[str], tp: TensorParallel) -> None:

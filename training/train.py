@@ -15,19 +15,16 @@ from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig, Task
 from genrec.training.command_line import add_gin_arguments, run_for_user, script_directory
 from genrec.training.console import setup_logging, show_table
-from genrec.training.dense_parallel import replicate
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import balance_sentence, print_results, write_report
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
-from genrec.training.optim import LearningRateSchedule
 from genrec.training.pipeline import make_feed
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
 from genrec.training.report import RunLog
 from genrec.training.run import Run
 from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group
-from genrec.training.step import TrainStep
 from genrec.training.stopping import Stopped, listening
 from genrec.training.table_placement import placement_table
 from genrec.training.tensor_parallel import with_peers
@@ -133,20 +130,7 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     feed = make_feed(trainer, run.model.embeddings, loader=run.loader, ranks=ranks)
     if ranks.is_main and ranks.data_size > 1:
         say_balance(run, log, step=first_step)
-    train_step = TrainStep(
-        replicate(run.model, ranks),
-        run.optimizers,
-        trainer=trainer,
-        ranks=ranks,
-        set_learning_rates=LearningRateSchedule(
-            [*run.optimizers, *([] if run.tables is None else [run.tables])], trainer, total_steps=steps
-        ),
-        average=run.average,
-        tables=run.tables,
-        lookahead=feed,
-        parts=run.parts,
-        dynamic=run.dynamic,
-    )
+    train_step = run.train_step(total_steps=steps, lookahead=feed)
     loop = Loop(
         trainer,
         loader=run.loader,

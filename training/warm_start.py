@@ -19,22 +19,19 @@ import torch
 from torch import Tensor
 
 from genrec.training.checkpoint import CheckpointError, read_host, read_into, read_shapes, read_tensors
-from genrec.training.restore import below, put_back, read_for, sharded_targets
-from genrec.training.state import (
+from genrec.training.checkpoint_names import (
     AVERAGE,
     MODEL,
     OPTIMIZER,
     PRECISION,
     ROW_MAP,
     VOCABULARY,
-    TrainingState,
     checkpoint_name,
-    row_map_tensors,
-    row_maps,
-    sharded_weights,
     table_of,
     weight_of,
 )
+from genrec.training.restore import below, put_back, read_for, sharded_targets
+from genrec.training.state import TrainingState, row_map_tensors, row_maps, sharded_weights
 
 LOG = logging.getLogger(__name__)
 ALL, EMBEDDING, DENSE = "all", "embedding", "dense"

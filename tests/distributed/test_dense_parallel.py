@@ -148,22 +148,16 @@ from pathlib import Path
 from genrec.configs.loading import load_experiment
 from genrec.training import restore
 from genrec.training.checkpoint import read_host
-from genrec.training.dense_parallel import replicate
 from genrec.training.loop import grouped
-from genrec.training.optim import LearningRateSchedule
 from genrec.training.run import Run
 from genrec.training.sharding import process_group
-from genrec.training.step import TrainStep
 
 value = json.loads(sys.argv[1])
 with process_group("cpu") as ranks:
     config = load_experiment("ranking", gin_files=[value["gin"]], gin_bindings=value["bindings"])
     run = Run(config, ranks=ranks)
     run.place()
-    step = TrainStep(
-        replicate(run.model, ranks), run.optimizers, trainer=config.trainer, ranks=ranks, average=run.average,
-        set_learning_rates=LearningRateSchedule(run.optimizers, config.trainer, total_steps=20),
-    )
+    step = run.train_step(total_steps=20)
     run.model.train()
     before = 0
     if value["source"]:

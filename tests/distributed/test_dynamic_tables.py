@@ -137,11 +137,8 @@ from genrec.configs.loading import load_experiment
 from genrec.training import restore
 from genrec.training.checkpoint import read_host
 from genrec.training.loop import grouped
-from genrec.training.optim import LearningRateSchedule
 from genrec.training.run import Run
-from genrec.training.dense_parallel import replicate
 from genrec.training.sharding import process_group
-from genrec.training.step import TrainStep
 
 value = json.loads(sys.argv[1])
 
@@ -149,11 +146,7 @@ def work(job, ranks):
     config = load_experiment("ranking", gin_files=[value["gin"]], gin_bindings=job["bindings"])
     run = Run(config, ranks=ranks)
     run.place()
-    scheduled = [*run.optimizers, *([] if run.tables is None else [run.tables])]
-    step = TrainStep(
-        replicate(run.model, ranks), run.optimizers, trainer=config.trainer, ranks=ranks, tables=run.tables,
-        set_learning_rates=LearningRateSchedule(scheduled, config.trainer, total_steps=9), dynamic=run.dynamic,
-    )
+    step = run.train_step(total_steps=9)
     run.model.train()
     last = 0
     if job["source"]:

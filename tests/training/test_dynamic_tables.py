@@ -22,7 +22,6 @@ from genrec.training.datasets import read_run_metadata
 from genrec.training.loop import grouped
 from genrec.training.memory import weight_memory
 from genrec.training.metrics_log import read_lines
-from genrec.training.optim import LearningRateSchedule
 from genrec.training.run import Run
 from genrec.training.scoring import main as evaluate_main
 from genrec.training.sharding import Ranks
@@ -55,18 +54,7 @@ def make_run(tmp_path, tiny_config):
         run = Run(config, ranks=ranks)
         run.place()
         run.start()
-        step = TrainStep(
-            run.model,
-            run.optimizers,
-            trainer=config.trainer,
-            ranks=ranks,
-            set_learning_rates=LearningRateSchedule(
-                [*run.optimizers, *([] if run.tables is None else [run.tables])], config.trainer, total_steps=10
-            ),
-            average=run.average,
-            tables=run.tables,
-            dynamic=run.dynamic,
-        )
+        step = run.train_step(total_steps=10)
         run.model.train()
         return run, step
 
