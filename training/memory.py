@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from genrec.configs.schema import ExperimentConfig
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.preprocessor import DTYPES
+from genrec.model.embedding import ShardableTables
 from genrec.model.row_map import BYTES_OF_ROW, RowMap
 from genrec.training.optim import embedding_parameters, table_optimizer
 
@@ -18,12 +18,12 @@ from genrec.training.optim import embedding_parameters, table_optimizer
 MOMENTS = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0), "adamw": (2, 0)}
 
 
-def weight_memory(
-    config: ExperimentConfig, model: nn.Module, *, world_size: int, without: Sequence[Tensor] = ()
-) -> dict[str, int]:
-    """Bytes of weights, gradients, optimizer state and average on one of ``world_size`` ranks; not of ``without``."""
+def weight_memory(config: ExperimentConfig, model: nn.Module, *, world_size: int) -> dict[str, int]:
+    """Bytes of weights, gradients, optimizer state and average on one of ``world_size`` ranks; not of tables that ranks
+    share, of which table_budget.py speaks.
+    """
     in_parts = config.trainer.dense_parallel == "fsdp2" and world_size > 1
-    left_out = {id(parameter) for parameter in without}
+    left_out = {id(p) for m in model.modules() if isinstance(m, ShardableTables) for p in m.parameters()}
     tables = {id(p): p.numel() for p in embedding_parameters(model) if id(p) not in left_out}
     num_tables = sum(tables.values())
     num_dense = sum(p.numel() for p in model.parameters() if id(p) not in left_out) - num_tables

@@ -18,7 +18,7 @@ from genrec.hstu.attention import tuning
 from genrec.hstu.attention.interface import check_device
 from genrec.hstu.parallel import TensorParallel
 from genrec.hstu.precision.capability import check_attention_available, check_linear_available
-from genrec.model.embedding import ShardableTables, embedding_tables
+from genrec.model.embedding import embedding_tables
 from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
 from genrec.training.checkpoint import require_writable, resolve_checkpoint
@@ -76,9 +76,8 @@ def check(config: ExperimentConfig, *, num_ranks: int = 1) -> None:
     placed = placements(tables, plan, config, world_size=num_ranks)
     console.print(placement_table(placed))
     shared = [row for row in placed if row.table in sharded]
-    apart = [p for m in model.modules() if isinstance(m, ShardableTables) for p in m.parameters()]
     memory = {
-        **weight_memory(config, model, world_size=num_ranks, without=apart),
+        **weight_memory(config, model, world_size=num_ranks),
         "activations of a full batch (about)": activation_memory(config, tokens),
     }
     if shared:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from genrec.configs.schema import ExperimentConfig, UnavailableError
-from genrec.model.embedding import ShardableTables, TableSpec
+from genrec.model.embedding import TableSpec
 from genrec.training.memory import MOMENTS, activation_memory, weight_memory
 from genrec.training.optim import table_optimizer
 
@@ -79,10 +79,7 @@ def table_budget(
         own = int(trainer.embedding_hbm_gib * GIB)
         return TableBudget(own, host, field, f"TrainerArgs.{field} = {trainer.embedding_hbm_gib:g}")
     free, total = torch.cuda.mem_get_info(device)
-    apart = [p for m in model.modules() if isinstance(m, ShardableTables) for p in m.parameters()]
-    needed = sum(weight_memory(config, model, world_size=1, without=apart).values()) + activation_memory(
-        config, max_num_tokens
-    )
+    needed = sum(weight_memory(config, model, world_size=1).values()) + activation_memory(config, max_num_tokens)
     left = max(0, int(free - RESERVED_SHARE * total - needed))
     rest = f"{_gib(needed)} for the rest of the model and a full batch"
     source = f"{_gib(free)} free on the card, less {RESERVED_SHARE:.0%} of all it has and {rest}"
