@@ -3,8 +3,9 @@
     python benchmarks/attention_short.py --meta CLONE [--dims 64 128 256] [--output FILE]
 
 512 users of 40 to 700 tokens, log-uniform, mean about 230, with targets: here the launches count as much as the
-products. Meta's kernels try all of their own configurations first, compiled by a pool of processes that fill Triton's
-cache; ours take those of our table. The rest is as in attention.py, whose cases and timing these are.
+products. Meta's kernels try all of their own configurations first, each in a process of its own that fills Triton's
+cache: those that fail there (an illegal address ends a process) are left out and listed. Ours take those of our table.
+The rest is as in attention.py, whose cases and timing these are.
 
 --meta: a clone of facebookresearch/generative-recommenders.
 """
@@ -32,6 +33,7 @@ from attention_cases import DIRECTIONS, Case, Contender, Inputs, differentiated,
 from reporting import RESULTS, header, write
 
 RESULT = RESULTS / "attention_short.json"
+KERNELS = ("_hstu_attn_fwd", "_hstu_attn_bwd")
 NUM_USERS, SHORTEST, LONGEST, NUM_TARGETS = 512, 40, 700, 20
 
 
@@ -73,13 +75,37 @@ def meta(module: ModuleType, inputs: Inputs) -> Contender:
     return differentiated(forward, (q, k, v), inputs.grad)
 
 
-def compile_share(clone: Path, case: Case, share: int, num_shares: int) -> None:
-    """Compile every ``num_shares``-th configuration of Meta's kernels into Triton's cache. In a process of its own."""
+def try_configuration(clone: Path, case: Case, kernel: str, index: int) -> str | None:
+    """Run one configuration of one of Meta's kernels; what went wrong, or None. In a process of its own."""
+    from triton.runtime.errors import TritonError
+
     module = load(clone)
-    for kernel in (module._hstu_attn_fwd, module._hstu_attn_bwd):
-        kernel.configs = kernel.configs[share::num_shares] or kernel.configs[:1]
-    meta(module, draw(case, torch.bfloat16))["both"]()
-    torch.cuda.synchronize()
+    for name in KERNELS:
+        configs = getattr(module, name).configs
+        getattr(module, name).configs = [configs[index]] if name == kernel else configs[:1]
+    try:
+        contender = meta(module, draw(case, torch.bfloat16))
+        contender["forward" if kernel == KERNELS[0] else "both"]()
+        torch.cuda.synchronize()
+    except (RuntimeError, TritonError) as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def try_all(module: ModuleType, clone: Path, case: Case, processes: int) -> list[str]:
+    """Leave Meta's kernels the configurations that work; the others, with what went wrong."""
+    tasks = [(name, index) for name in KERNELS for index in range(len(getattr(module, name).configs))]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
+        attempt = functools.partial(try_configuration, clone, case)
+        outcomes = list(pool.map(attempt, *zip(*tasks, strict=True)))
+    failed = []
+    for name in KERNELS:
+        kernel = getattr(module, name)
+        outcome_of = {index: outcome for (of, index), outcome in zip(tasks, outcomes, strict=True) if of == name}
+        failed += [f"{name}, {kernel.configs[i]}: {what}" for i, what in outcome_of.items() if what is not None]
+        kernel.configs = [kernel.configs[i] for i, what in outcome_of.items() if what is None]
+    return failed
 
 
 def main() -> int:
@@ -95,23 +121,26 @@ def main() -> int:
     args = parser.parse_args()
     report: dict[str, Any] = {**header("HSTU attention of short users", "triton"), "peer": "Meta's Triton kernels"}
     report |= {"rounds": args.rounds, "results": []}
-    context = multiprocessing.get_context("spawn")
     for dim in args.dims:
         case = make_case(dim, args.num_heads)
         start = time.perf_counter()
-        with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=context) as pool:
-            compile_all = functools.partial(compile_share, args.meta, case, num_shares=args.processes)
-            list(pool.map(compile_all, range(args.processes)))
-        module, inputs = load(args.meta), draw(case, torch.bfloat16)
+        module = importlib.reload(load(args.meta))  # with all of its configurations, and no choice among them yet
+        failed = try_all(module, args.meta, case, args.processes)
+        inputs = draw(case, torch.bfloat16)
         contenders = {"ours": ours(inputs), "meta": meta(module, inputs)}
         entry: dict[str, Any] = {"case": case.name, "dim": dim, "num_heads": args.num_heads}
         entry |= {"num_users": len(case.lengths), "num_tokens": sum(case.lengths)}
         entry["difference"] = check_agreement(contenders["ours"], contenders["meta"])
-        entry["peer_configurations"] = [str(x.best_config) for x in (module._hstu_attn_fwd, module._hstu_attn_bwd)]
+        entry["peer_configurations"] = [str(getattr(module, name).best_config) for name in KERNELS]
+        entry["peer_configurations_left_out"] = failed
         entry |= measure(contenders, case, rounds=args.rounds, round_ms=args.round_ms)
         report["results"].append(entry)
         ratios = ", ".join(f"{name} {entry[name]['ratio to meta']:.2f}x" for name in DIRECTIONS)
-        print(f"d = {dim}: {ratios} as fast as Meta's ({time.perf_counter() - start:.0f} s)", flush=True)
+        seconds = time.perf_counter() - start
+        print(
+            f"d = {dim}: {ratios} as fast as Meta's ({len(failed)} configurations left out, {seconds:.0f} s)",
+            flush=True,
+        )
         write(report, args.output)
     return 0
 
