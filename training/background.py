@@ -23,7 +23,9 @@ class Background:
     def __init__(self, ranks: Ranks) -> None:
         group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if dist.is_initialized() else None
         self._main = ranks
-        self._ranks = dataclasses.replace(ranks, device=torch.device("cpu"), group=group, progress=Progress())
+        self._ranks = dataclasses.replace(
+            ranks, device=torch.device("cpu"), group=group, host_group=group, progress=Progress()
+        )
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

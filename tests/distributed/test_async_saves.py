@@ -165,3 +165,39 @@ def test_tensors_in_parts(tmp_path, script_on_ranks):
         path = tmp_path / "checkpoints" / f"step_{step:08d}"
         expected = torch.arange(14.0).view(7, 2) + 100 * (step - 1)
         torch.testing.assert_close(read_tensors(path, prefixes=("",)), {"weight": expected})
+
+
+# The ranks sum on the host in a group of their own, as on GPUs. Rank 0's job sums first, rank 1's once training has.
+SUMS = """
+import dataclasses, threading
+import torch.distributed as dist
+from genrec.training.background import Background
+from genrec.training.sharding import process_group
+
+with process_group("cpu") as ranks:
+    ranks = dataclasses.replace(ranks, host_group=dist.new_group(backend="gloo"))
+    background, may_sum, found = Background(ranks), threading.Event(), []
+
+    def job(its_ranks):
+        assert may_sum.wait(60)
+        result = its_ranks.start_sum_counts([1])
+        may_train.set()
+        found.extend(result())
+
+    may_train = threading.Event()
+    background.start(job)
+    if ranks.rank == 0:
+        may_sum.set()
+        assert may_train.wait(60)
+    sums = ranks.start_sum_counts([10])
+    may_sum.set()
+    assert sums() == [20], sums()
+    background.join()
+    background.raise_failure()
+    assert found == [2], found
+"""
+
+
+def test_sums_of_training_and_of_a_save_never_mix(script_on_ranks):
+    finished = script_on_ranks(2, SUMS, None)
+    assert finished.returncode == 0, finished.stderr

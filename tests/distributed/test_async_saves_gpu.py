@@ -102,7 +102,7 @@ sys.exit(train.main("ranking", arguments))
 @pytest.mark.parametrize(
     ("happens", "ends", "said"),
     [
-        ("time.sleep(1e6)", (0, 1), "rank 1 has not entered all-reduce 'counts' of step 3, in which rank 0 waits for "),
+        ("time.sleep(1e6)", (0, 1), "rank 1 has not entered all-reduce 'counts' of step 4, in which rank 0 waits for "),
         ("os.kill(os.getpid(), signal.SIGSTOP)", (0,), "rank 1 gives no sign of life for "),
     ],
 )

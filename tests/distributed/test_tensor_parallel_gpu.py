@@ -71,7 +71,9 @@ def test_two_gpus_equal_one(tmp_path, arguments, on_forked_ranks, style, precisi
         peers = f"TensorModelParallelArgs.tensor_model_parallel_size = {ranks}"
         finished = on_forked_ranks(ranks, [("train", arguments(tmp_path / name, *settings, peers))])
         assert finished.returncode == 0, finished.stderr
-    assert losses(tmp_path / "two")[0] == pytest.approx(losses(tmp_path / "one")[0], rel=2e-3)
+    # Blocks of 128 are of other numbers where a weight's parts end within one, and so round otherwise from the start.
+    first = 1e-2 if precision == "blockwise" else 2e-3
+    assert losses(tmp_path / "two")[0] == pytest.approx(losses(tmp_path / "one")[0], rel=first)
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=bound, atol=bound / 10)
     for name, ranks in (("one", 2), ("two", 1)):
         peers = f"TensorModelParallelArgs.tensor_model_parallel_size = {ranks}"
