@@ -1,6 +1,7 @@
 """Which tiles are the fastest on this GPU: a file for TrainerArgs.attention_tiles, and what tuning.py is filled from.
 
     python benchmarks/attention_tiles.py [--dims 64 128 256] [--kernels forward key_grad query_grad] [--output FILE]
+    python benchmarks/attention_tiles.py --length 230 --batch-size 512 ...    tiles for users with few tokens
 
 Of the Triton kernels alone. On Hopper GPUs those in Gluon serve widths of 64 to 256 where they can; a file can have
 their tables too (``hopper_forward`` and others), but this doesn't look for the best.
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from genrec.hstu.attention import hopper_backward, hopper_forward, launch
 from genrec.hstu.attention.mask import MaskRules
-from genrec.hstu.attention.request import Request
+from genrec.hstu.attention.request import SHORT, Request
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES, KernelTile, Tiles
 from reporting import RESULTS, header, write
 from timing import time_ms
@@ -193,7 +194,7 @@ def main() -> int:
             **header("tiles of the attention kernels", "triton"),
             "length": args.length,
             "batch_size": args.batch_size,
-            "tables": {"triton": best_tiles(results)},
+            "tables": {"triton_short" if args.length < SHORT else "triton": best_tiles(results)},
             "results": sorted(
                 results, key=lambda entry: (entry["dim"], entry["kernel"], entry.get("ms", float("inf")))
             ),

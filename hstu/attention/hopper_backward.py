@@ -77,9 +77,12 @@ class BackwardTiles:
     query: QueryTile
 
 
-# The best of some tens on an H200 with Triton 3.6, full causal sequences of 4096. Of 64 in half precision the Triton
-# kernels are as fast.
+# The best of some tens on an H200 with Triton 3.6, full causal sequences of 4096.
 TILES = {
+    64: BackwardTiles(
+        key=KeyTile(64, 64, num_warps=4, stages=2),
+        query=QueryTile(64, 64, num_warps=4, key_stages=2, value_stages=2),
+    ),
     128: BackwardTiles(
         key=KeyTile(64, 64, num_warps=4, stages=2),
         query=QueryTile(64, 64, num_warps=4, key_stages=2, value_stages=2),
@@ -87,6 +90,21 @@ TILES = {
     256: BackwardTiles(
         key=KeyTile(64, 64, num_warps=4, stages=2, split=True),
         query=QueryTile(128, 64, num_warps=8, key_stages=2, value_stages=1),
+    ),
+}
+# Of users with few tokens: 512 of 40 to 700.
+SHORT_TILES = {
+    64: BackwardTiles(
+        key=KeyTile(32, 64, num_warps=4, stages=2),
+        query=QueryTile(64, 32, num_warps=4, key_stages=3, value_stages=3),
+    ),
+    128: BackwardTiles(
+        key=KeyTile(32, 64, num_warps=4, stages=3),
+        query=QueryTile(64, 64, num_warps=4, key_stages=2, value_stages=2),
+    ),
+    256: BackwardTiles(
+        key=KeyTile(64, 64, num_warps=4, stages=2, split=True),
+        query=QueryTile(64, 32, num_warps=4, key_stages=3, value_stages=3),
     ),
 }
 FP8_TILES = {
@@ -113,19 +131,20 @@ FP8_ROW_TILES = {
     256: FP8_TILES[256],
 }
 tunable("hopper_backward", TILES)
+tunable("hopper_backward_short", SHORT_TILES)
 tunable("hopper_backward_fp8", FP8_TILES)
 tunable("hopper_backward_fp8_row", FP8_ROW_TILES)
 
 
-def _table(scales: str) -> dict[int, BackwardTiles]:
+def _table(q: Tensor, request: Request, scales: str) -> dict[int, BackwardTiles]:
     """Tiles by the width of heads; scales: "none", or of the FP8 mode."""
-    tables = {"none": TILES, "row": FP8_ROW_TILES}
+    tables = {"none": SHORT_TILES if request.has_short_users(q) else TILES, "row": FP8_ROW_TILES}
     return tables.get(scales, FP8_TILES)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, request: Request, scales: str = "none") -> str | None:
     """Why :func:`backward` can't serve such tensors, (T, H, d) all, on this device; None if it can."""
-    inputs, widths = (q, k, v, grad_output), _table(scales)
+    inputs, widths = (q, k, v, grad_output), _table(q, request, scales)
     if gluon is None:
         return "Triton with Gluon is not installed"
     if not is_hopper(q):
@@ -165,7 +184,7 @@ def backward(
     scales = "none" if fp8 is None else fp8.scales
     batch = (schedule, *request.users(), *request.sizes(q), *request.factors())
     constants = {"DIM": q.shape[2], **request.mask_constants(), "SCALES": scales}
-    tiles = _table(scales)[q.shape[2]]
+    tiles = _table(q, request, scales)[q.shape[2]]
     by_key, by_query = tiles.key, tiles.query
     rows, keys = by_key.rows, by_key.keys
     if by_key.split and fp8 is not None and 4 * rows > q.shape[2]:  # slopes lie where v was

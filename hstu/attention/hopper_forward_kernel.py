@@ -32,20 +32,16 @@ from genrec.hstu.attention.triton_jit import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from genrec.hstu.attention.triton_schedule import count_blocks
+from genrec.hstu.attention.triton_schedule import count_blocks, load_ranked
 from genrec.hstu.attention.triton_spans import count_masked, key_spans, masked_tile, user_parts, visible
 
 
 @gluon_jit
 def _find_tile(slot, schedule, offsets, num_users, num_rows, ROWS: gl.constexpr):
     """As the Triton kernels': (user, first row, length, tile), and the slot of the user's first block of 128 tokens."""
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    rank = find_rank(slot, schedule, num_users, ROWS, layout)
-    user = gl.load(schedule + rank)
-    tokens_before = gl.load(schedule + num_users + 1 + rank)
-    begin = gl.load(offsets + user).to(gl.int32)
-    end = gl.minimum(gl.load(offsets + user + 1, mask=user < num_users, other=num_rows).to(gl.int32), num_rows)
-    return user, begin, end - begin, slot - tokens_before // ROWS - rank, tokens_before // 128 + rank
+    rank = find_rank(slot, schedule, num_users, ROWS)
+    user, tokens_before, begin, length = load_ranked(rank, schedule, num_users)
+    return user, begin.to(gl.int32), length, slot - tokens_before // ROWS - rank, tokens_before // 128 + rank
 
 
 @gluon_jit

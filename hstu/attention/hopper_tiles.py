@@ -5,16 +5,18 @@
 from __future__ import annotations
 
 from genrec.hstu.attention.triton_jit import fence_async_shared, gl, gluon_jit, mbarrier, tma
-from genrec.hstu.attention.triton_schedule import user_span
+from genrec.hstu.attention.triton_schedule import load_ranked
 from genrec.hstu.attention.triton_spans import masked_tile
 
 
 @gluon_jit
-def find_rank(slot, schedule, num_users, BLOCK: gl.constexpr, layout: gl.constexpr):
+def find_rank(slot, schedule, num_users, BLOCK: gl.constexpr):
     """The rank of the user whose tile has this slot."""
+    RANKS: gl.constexpr = 1024  # that a program looks at together
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     num_started = 0
-    for first in range(0, num_users + 1, 256):
-        rank = first + gl.arange(0, 256, layout)
+    for first in range(0, num_users + 1, RANKS):
+        rank = first + gl.arange(0, RANKS, layout)
         tokens_before = gl.load(schedule + num_users + 1 + rank, mask=rank <= num_users, other=0)
         has_started = (tokens_before // BLOCK + rank <= slot) & (rank <= num_users)
         num_started += gl.sum(has_started.to(gl.int32), axis=0)
@@ -24,11 +26,9 @@ def find_rank(slot, schedule, num_users, BLOCK: gl.constexpr, layout: gl.constex
 @gluon_jit
 def find_tile(slot, schedule, offsets, num_users, num_rows, BLOCK: gl.constexpr):
     """As in the Triton kernels: (user, first row, length, tile) of a slot."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rank = find_rank(slot, schedule, num_users, BLOCK, layout)
-    user = gl.load(schedule + rank)
-    begin, length = user_span(user, offsets, num_users, num_rows)
-    return user, begin, length, slot - gl.load(schedule + num_users + 1 + rank) // BLOCK - rank
+    rank = find_rank(slot, schedule, num_users, BLOCK)
+    user, tokens_before, begin, length = load_ranked(rank, schedule, num_users)
+    return user, begin, length, slot - tokens_before // BLOCK - rank
 
 
 @gluon_jit

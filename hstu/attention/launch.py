@@ -17,20 +17,22 @@ from genrec.hstu.attention.request import Request, as_blocks, block_of, device_o
 from genrec.hstu.attention.triton_forward import forward_kernel
 from genrec.hstu.attention.triton_key_grad import key_grad_kernel
 from genrec.hstu.attention.triton_query_grad import query_grad_kernel
-from genrec.hstu.attention.triton_schedule import schedule_kernel
+from genrec.hstu.attention.triton_schedule import SCHEDULE_ROWS, schedule_kernel
 from genrec.hstu.attention.tuning import KernelTile, Tiles, check_fp8
 
 # Programs add to this many copies of a bias's gradient, so that not all queue for the same few numbers.
 _BIAS_SUMS = 64
-_SCHEDULE_BLOCK = 64
+_SCHEDULE_BLOCK, _SCHEDULE_OTHERS = 16, 256
 
 
 def make_schedule(q: Tensor, request: Request) -> Tensor:
-    """(3, B + 1) int32, of ``schedule_kernel``: in which order tiles are taken."""
-    schedule = torch.empty(3, request.num_users + 1, dtype=torch.int32, device=q.device)
+    """(SCHEDULE_ROWS, B + 1) int32, of ``schedule_kernel``: in which order tiles are taken."""
+    schedule = torch.empty(SCHEDULE_ROWS, request.num_users + 1, dtype=torch.int32, device=q.device)
     with device_of(q):
         schedule_kernel[(request.num_users // _SCHEDULE_BLOCK + 1,)](
-            request.users()[0], schedule, request.num_users, q.shape[0], BLOCK=_SCHEDULE_BLOCK
+            *(request.users()[0], schedule, request.num_users, q.shape[0]),
+            BLOCK=_SCHEDULE_BLOCK,
+            OTHERS=_SCHEDULE_OTHERS,
         )
     return schedule
 

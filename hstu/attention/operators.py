@@ -18,6 +18,7 @@ from genrec.hstu.attention.dispatch import is_watched, masking_of, split_gradien
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.operators_fp8 import fp8_attention
 from genrec.hstu.attention.request import MAX_DIM, Request
+from genrec.hstu.attention.triton_schedule import SCHEDULE_ROWS
 from genrec.hstu.attention.tuning import Tiles, tiles_for
 from genrec.hstu.precision.capability import ATTENTION_CAPABILITY
 
@@ -100,7 +101,8 @@ def _run_forward(
 
 
 def _tiles(q: Tensor, v: Tensor, request: Request) -> Tiles:
-    return tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=request.bias is not None)
+    is_short = request.has_short_users(q)
+    return tiles_for(q.shape[2], v.shape[2], q.dtype, has_bias=request.bias is not None, is_short=is_short)
 
 
 _forward = torch.library.custom_op("genrec::hstu_attention_forward", _run_forward, mutates_args=())
@@ -109,7 +111,7 @@ _forward = torch.library.custom_op("genrec::hstu_attention_forward", _run_forwar
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     offsets: Tensor = rest[4]
-    schedule = offsets.new_empty((3, offsets.shape[0]), dtype=torch.int32)
+    schedule = offsets.new_empty((SCHEDULE_ROWS, offsets.shape[0]), dtype=torch.int32)
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), schedule
 
 

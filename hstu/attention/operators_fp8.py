@@ -14,6 +14,7 @@ from genrec.hstu.attention.dispatch import is_watched, masking_of, split_gradien
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.quantization import SCALES, FP8Tensor, ScoreTensors
 from genrec.hstu.attention.request import Request, block_of
+from genrec.hstu.attention.triton_schedule import SCHEDULE_ROWS
 from genrec.hstu.attention.tuning import tiles_for
 from genrec.hstu.precision.formats import E4M3
 
@@ -80,7 +81,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any) -> tuple[Ten
     rows = launch_fp8.num_descales(q, offsets.shape[0] - 1, mode)
     values = [x.new_empty((*x.shape[:2], block_of(x.shape[2])), dtype=torch.uint8) for x in (q, k, v)]
     descales = [x.new_empty((rows, x.shape[1]), dtype=torch.float32) for x in (q, k, v)]
-    return output, offsets.new_empty((3, offsets.shape[0]), dtype=torch.int32), *values, *descales
+    return output, offsets.new_empty((SCHEDULE_ROWS, offsets.shape[0]), dtype=torch.int32), *values, *descales
 
 
 def _run_backward(

@@ -1,6 +1,7 @@
 """The compiled attention kernels on a GPU: every mask, dtype and width at the lengths where tiles begin and end.
 
-"fastest" are the kernels that this GPU gets; "triton" is without those for Hopper, where they differ.
+"fastest" are the kernels that this GPU gets; "triton" is without those for Hopper, where they differ. Each has tiles
+for long users and for short ones.
 
 The budget: at most twice (gradients: three times) the error that the formula in PyTorch has in the same precision, both
 measured against float32. FP8 is held to its emulation. Kernels compile for minutes: `-k "bfloat16 and 64"` takes a
@@ -48,6 +49,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CASES = [
     *(("fastest", dtype, *widths) for dtype in DTYPES for widths in WIDTHS),
     *(("triton", dtype, width, width) for dtype in DTYPES[:2] for width in HOPPER_WIDTHS),
+    *((f"{kernels}, short users", torch.bfloat16, d, d) for kernels in ("fastest", "triton") for d in HOPPER_WIDTHS),
 ]
 
 
@@ -132,7 +134,9 @@ def poisoned():
 
 @pytest.fixture
 def kernels(request, monkeypatch):
-    if request.param == "triton":
+    """With the tiles for long users, whatever their lengths, or for short ones."""
+    monkeypatch.setattr("genrec.hstu.attention.request.SHORT", 2**31 if "short users" in request.param else 0)
+    if request.param.startswith("triton"):
         for module, name in (
             (hopper_forward, "why_not"),
             (hopper_forward, "why_not_fp8"),

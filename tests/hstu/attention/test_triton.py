@@ -184,6 +184,7 @@ def test_schedule_has_the_longest_user_first(make_case):
     assert schedule[:2].tolist() == [[1, 3, 4, 5, 0, 2], [0, 40, 80, 97, 102, 105]]
     # The slots of tiles of 128 tokens: one each, since the tokens before are fewer, even of users without any.
     assert schedule[2].tolist() == [4, 0, 5, 1, 2, 3]
+    assert schedule[3:].tolist() == [[3, 43, 83, 100, 0, 43], [40, 40, 17, 5, 3, 0]]
 
 
 def test_tiles_that_the_mask_empties_are_not_computed(make_case):

@@ -11,6 +11,8 @@ import torch
 
 from genrec.configs.schema import UserError
 from genrec.hstu.attention import tuning
+from genrec.hstu.attention.mask import MaskRules
+from genrec.hstu.attention.request import Request
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES, KernelTile, tiles_for
 
 TILES = dataclasses.replace(HALF_PRECISION_TILES[64], forward=KernelTile(128, 32, 8, 2), tanh="exact", tma=True)
@@ -38,6 +40,17 @@ def test_a_saved_entry_takes_the_place_of_the_built_in_one(tmp_path):
     assert tiles_for(64, 64, torch.bfloat16, has_bias=False) == TILES
     assert tiles_for(48, 40, torch.float16, has_bias=False) == TILES
     assert {128: before[128], 256: before[256], 32: before[32], 64: TILES} == HALF_PRECISION_TILES
+
+
+def test_short_users_have_tiles_of_their_own(tmp_path):
+    q = torch.zeros(1024, 1, 64)
+    short, long = (
+        Request(torch.zeros(users + 1), None, None, 1, 1.0, MaskRules(), None).has_short_users(q) for users in (3, 2)
+    )
+    assert (short, long) == (True, False)
+    tuning.load(save(tmp_path / "tiles.json", {"triton_short": {"64": dataclasses.asdict(TILES)}}))
+    assert tiles_for(64, 64, torch.bfloat16, has_bias=False, is_short=True) == TILES
+    assert tiles_for(64, 64, torch.bfloat16, has_bias=False) == HALF_PRECISION_TILES[64] != TILES
 
 
 def test_any_table_can_be_tuned(tmp_path, monkeypatch):
