@@ -20,10 +20,11 @@ from genrec.data.format import DatasetMetadata
 from genrec.hstu.encoder import HSTUEncoder
 from genrec.hstu.precision.region import fp8_region
 from genrec.hstu.preprocessor import DTYPES, HSTUInputs
-from genrec.model.embedding import FeatureEmbeddings, embedding_tables, feature_dim
+from genrec.model.embedding import FeatureEmbeddings
 from genrec.model.features import feature_layout
 from genrec.model.heads import PredictionHead
 from genrec.model.losses import class_loss, label_bits, multi_task_loss
+from genrec.model.table_specs import embedding_tables, feature_dim
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from genrec.configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentConfig
 from genrec.data.batch import Batch
-from genrec.model.embedding import TableSpec
 from genrec.model.ranking import RankingModel
 from genrec.model.row_map import Admission
+from genrec.model.table_specs import TableSpec
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint_names import checkpoint_name, table_of
 from genrec.training.optim import sharded_parameters

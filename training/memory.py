@@ -10,8 +10,8 @@ from torch import nn
 from genrec.configs.schema import ExperimentConfig
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.preprocessor import DTYPES
-from genrec.model.embedding import ShardableTables
 from genrec.model.row_map import BYTES_OF_ROW, RowMap
+from genrec.model.table_collections import ShardableTables
 from genrec.training.optim import embedding_parameters, table_optimizer
 
 # Numbers that an optimizer keeps for each weight, and for each row, which are next to nothing beside a row's weights.

@@ -18,9 +18,9 @@ from genrec.hstu.attention import tuning
 from genrec.hstu.attention.interface import check_device
 from genrec.hstu.parallel import TensorParallel
 from genrec.hstu.precision.capability import check_attention_available, check_linear_available
-from genrec.model.embedding import embedding_tables
 from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
+from genrec.model.table_specs import embedding_tables
 from genrec.training.checkpoint import require_writable, resolve_checkpoint
 from genrec.training.console import LOG_WIDTH
 from genrec.training.datasets import read_run_metadata

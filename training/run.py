@@ -21,9 +21,9 @@ from genrec.configs.loading import operative_text
 from genrec.configs.schema import RANKING_METRICS, ExperimentConfig, UserError
 from genrec.data.files import write_atomically
 from genrec.data.format import SPLIT_NAMES
-from genrec.model.embedding import embedding_tables
 from genrec.model.features import feature_layout
 from genrec.model.ranking import RankingModel
+from genrec.model.table_specs import embedding_tables
 from genrec.training import restore, same_run, warm_start
 from genrec.training.average import WeightAverage
 from genrec.training.best import BestCheckpoint
@@ -202,7 +202,7 @@ class Run(Evaluator):
         self.optimizers = build_optimizers(self.model, self.config.optimizer)
         if trainer.ema_decay is not None:
             self.average = WeightAverage(self.model, decay=trainer.ema_decay)
-        if any(spec.evict_strategy is not None for spec in self.table_specs):
+        if any(spec.is_dynamic for spec in self.table_specs):
             self.dynamic = DynamicTables(
                 self.model,
                 self.table_specs,

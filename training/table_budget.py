@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from genrec.configs.schema import ExperimentConfig, UnavailableError
-from genrec.model.embedding import TableSpec
+from genrec.model.table_specs import TableSpec
 from genrec.training.memory import MOMENTS, activation_memory, weight_memory
 from genrec.training.optim import table_optimizer
 
@@ -113,7 +113,7 @@ def does_not_fit(
         if budget.host_bytes < UNLIMITED:
             had += f" and {_gib(budget.host_bytes)} of host memory"
             changes.append("a larger TrainerArgs.embedding_host_gib")
-    kept = [t for t in tables if list(kernels[t.name]) == ["fused"] and t.evict_strategy is None]
+    kept = [t for t in tables if list(kernels[t.name]) == ["fused"] and not t.is_dynamic]
     if kept and budget.field == "embedding_hbm_gib":
         largest = max(kept, key=lambda table: sizes(table)[0])
         changes.append(f"placement 'uvm_caching' for table {largest.name!r} ({_gib(sizes(largest)[0][0])})")

@@ -9,7 +9,7 @@ from rich.table import Table
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from genrec.configs.schema import ExperimentConfig
-from genrec.model.embedding import TableSpec, module_name
+from genrec.model.table_specs import TableSpec, module_name
 from genrec.training.table_budget import GIB, table_bytes
 
 MAX_RANKS_SHOWN = 8

@@ -24,7 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 
 from genrec.configs.schema import ExperimentConfig, UnavailableError
-from genrec.model.embedding import TableSpec, module_name
+from genrec.model.table_specs import TableSpec, module_name
 from genrec.training.table_budget import TableBudget, does_not_fit, table_bytes
 from genrec.training.table_types import allowed_kernels, num_column_shards
 

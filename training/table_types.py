@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from genrec.configs.schema import ConfigError, ExperimentConfig, UnavailableError
-from genrec.model.embedding import TableSpec
+from genrec.model.table_specs import TableSpec
 from genrec.training.optim import table_optimizer
 
 WHOLE = ("data_parallel",)
@@ -85,7 +85,7 @@ def allowed_types(table: TableSpec, config: ExperimentConfig, *, device_type: st
 
 
 def _check_placement(table: TableSpec, *, device_type: str) -> None:
-    if table.placement in UVM_PLACEMENTS and table.evict_strategy is not None:
+    if table.placement in UVM_PLACEMENTS and table.is_dynamic:
         raise UnavailableError(
             f"table {table.name!r} has placement {table.placement!r} and is dynamic: rows that change hands start anew,"
             " which would not reach those that a GPU has copies of; 'auto' and 'hbm', there the same, are available"
@@ -105,7 +105,7 @@ def _check_placement(table: TableSpec, *, device_type: str) -> None:
 
 def allowed_kernels(table: TableSpec, *, device_type: str) -> list[str]:
     """The kernels that the planner may choose for ``table``, the best first."""
-    on_device = device_type == "cpu" or table.evict_strategy is not None
+    on_device = device_type == "cpu" or table.is_dynamic
     return [kernel.value for kernel in (KERNELS["hbm"] if on_device else KERNELS[table.placement])]
 
 

@@ -20,9 +20,9 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from genrec.configs.schema import ExperimentConfig, OptimizerArgs
-from genrec.model.embedding import ShardableTables
 from genrec.model.gate import GradientGate
 from genrec.model.ranking import RankingModel
+from genrec.model.table_collections import ShardableTables
 from genrec.model.table_init import BlockwiseInit
 from genrec.training.optim import table_learning_rate, table_optimizer
 from genrec.training.sharding import Ranks, ensure_process_group

@@ -9,8 +9,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, EmbeddingArgs, FeatureArgs
-from genrec.model.embedding import FeatureEmbeddings, TableSpec, embedding_tables
+from genrec.model.embedding import FeatureEmbeddings
 from genrec.model.features import feature_layout
+from genrec.model.table_specs import TableSpec, embedding_tables
 
 SYNTHETIC = BenchmarkDatasetArgs(
     feature_args=(

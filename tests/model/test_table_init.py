@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from genrec.model import table_init
-from genrec.model.embedding import FeatureEmbeddings, ShardableTables, TableSpec
+from genrec.model.embedding import FeatureEmbeddings
+from genrec.model.table_collections import ShardableTables
 from genrec.model.table_init import BlockwiseInit, is_blockwise
+from genrec.model.table_specs import TableSpec
 
 ROWS, DIM = 1000, 16
 

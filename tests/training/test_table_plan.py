@@ -9,7 +9,8 @@ import torch
 
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ConfigError, UnavailableError
-from genrec.model.embedding import FeatureEmbeddings, TableSpec, embedding_tables
+from genrec.model.embedding import FeatureEmbeddings
+from genrec.model.table_specs import TableSpec, embedding_tables
 from genrec.training.datasets import read_run_metadata
 from genrec.training.table_budget import table_budget
 from genrec.training.table_placement import placement_table, placements
