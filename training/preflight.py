@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,12 +26,11 @@ from genrec.training.console import LOG_WIDTH
 from genrec.training.datasets import read_run_metadata
 from genrec.training.memory import activation_memory, weight_memory
 from genrec.training.precision_report import model_rows, precision_table
-from genrec.training.sharding import choose_device, local_world_size
+from genrec.training.sharding import choose_device
 from genrec.training.table_budget import GIB, table_budget
 from genrec.training.table_placement import placement_table, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import sharded_tables
-from genrec.training.tables import table_sharder
 from genrec.training.tensor_parallel import WeightParts
 
 MIB = 2**20
@@ -62,31 +61,20 @@ def check(config: ExperimentConfig, *, num_ranks: int = 1) -> None:
     console.print(_parameter_table(model))
     plan = None
     if sharded:
+        budget = table_budget(config, model, device=device, max_num_tokens=tokens)
         plan = plan_tables(
-            model,
-            tables,
-            sharded,
-            table_sharder(config.optimizer),
-            config=config,
-            budget=table_budget(config, model, device=device, max_num_tokens=tokens),
-            device_type=device.type,
-            world_size=num_ranks,
-            local_world_size=local_world_size(num_ranks),
+            model, tables, sharded, config=config, budget=budget, device_type=device.type, world_size=num_ranks
         )
     placed = placements(tables, plan, config, world_size=num_ranks)
     console.print(placement_table(placed))
-    shared = [row for row in placed if row.table in sharded]
     memory = {
         **weight_memory(config, model, world_size=num_ranks),
         "activations of a full batch (about)": activation_memory(config, tokens),
     }
-    if shared:
-        most = max(range(num_ranks), key=lambda rank: sum(row.gib[rank] for row in shared))
-        memory["shared tables, on the rank with most"] = int(GIB * sum(row.gib[most] for row in shared))
-    table = Table("memory on a rank", "MiB", title=None)
-    for name, size in [*memory.items(), ("sum", sum(memory.values()))]:
-        table.add_row(name, f"{size / MIB:,.1f}")
-    console.print(table)
+    if sharded:
+        by_rank = zip(*(row.gib for row in placed if row.table in sharded), strict=True)
+        memory["shared tables, on the rank with most"] = int(GIB * max(map(sum, by_rank)))
+    console.print(_memory_table(memory))
 
 
 def require_available(config: ExperimentConfig) -> None:
@@ -120,4 +108,12 @@ def _parameter_table(model: nn.Module) -> Table:
     rows: Sequence[tuple[str, nn.Module]] = [*model.named_children(), ("model", model)]
     for name, module in rows:
         table.add_row(name, f"{sum(p.numel() for p in module.parameters()):,}")
+    return table
+
+
+def _memory_table(memory: Mapping[str, int]) -> Table:
+    """memory: bytes, by what takes them."""
+    table = Table("memory on a rank", "MiB")
+    for name, size in [*memory.items(), ("sum", sum(memory.values()))]:
+        table.add_row(name, f"{size / MIB:,.1f}")
     return table

@@ -38,7 +38,7 @@ from genrec.training.metrics import RankingMetrics
 from genrec.training.metrics_log import Line
 from genrec.training.optim import LearningRateSchedule, Scheduled, build_optimizers
 from genrec.training.report import Meter
-from genrec.training.sharding import Ranks, local_world_size
+from genrec.training.sharding import Ranks
 from genrec.training.state import (
     TrainingState,
     collect_tensors,
@@ -51,7 +51,7 @@ from genrec.training.table_budget import TableBudget, table_budget
 from genrec.training.table_placement import TablePlacement, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import sharded_tables
-from genrec.training.tables import ShardedTables, table_sharder
+from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts, check_tables
 
 LOG = logging.getLogger(__name__)
@@ -133,12 +133,10 @@ class Evaluator:
             self.model,
             self.table_specs,
             self._sharded,
-            table_sharder(self._table_config.optimizer),
             config=self._table_config,
             budget=budget,
             device_type=self.ranks.device.type,
             world_size=self.ranks.world_size,
-            local_world_size=local_world_size(self.ranks.world_size),
         )
 
     def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:

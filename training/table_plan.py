@@ -6,7 +6,6 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -21,11 +20,13 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Storage,
 )
-from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 
 from genrec.configs.schema import ExperimentConfig, UnavailableError
 from genrec.model.table_specs import TableSpec, module_name
+from genrec.training.sharding import local_world_size
 from genrec.training.table_budget import TableBudget, does_not_fit, table_bytes
+from genrec.training.table_sharder import table_sharder
 from genrec.training.table_types import allowed_kernels, num_column_shards
 
 # The second: where the sum over ranks is enough, but some table's sharding type doesn't divide it so.
@@ -40,13 +41,11 @@ def plan_tables(
     model: nn.Module,
     tables: Sequence[TableSpec],
     sharded: Mapping[str, tuple[str, ...]],
-    sharder: ModuleSharder[Any],
     *,
     config: ExperimentConfig,
     budget: TableBudget,
     device_type: str,
     world_size: int,
-    local_world_size: int,
 ) -> ShardingPlan:
     """TorchRec's plan for the ``sharded`` tables of ``model``, of which shapes alone are read.
 
@@ -67,7 +66,7 @@ def plan_tables(
     memory = {"ddr_cap": own} if device_type == "cpu" else {"hbm_cap": own, "ddr_cap": max(1, budget.host_bytes)}
     batch_size = config.trainer.train_batch_size
     with quiet_torchrec():
-        topology = Topology(world_size, device_type, local_world_size=local_world_size, **memory)
+        topology = Topology(world_size, device_type, local_world_size=local_world_size(world_size), **memory)
         estimators = [EmbeddingPerfEstimator(topology, constraints), TableStorage(topology, config=config)]
         planner = EmbeddingShardingPlanner(
             topology=topology,
@@ -77,7 +76,7 @@ def plan_tables(
             constraints=constraints,
         )
         try:
-            return planner.plan(model, [sharder])
+            return planner.plan(model, [table_sharder(config.optimizer)])
         except PlannerError as error:
             if error.error_type not in NO_SPACE:
                 reason = str(error).strip().splitlines()[0]

@@ -10,39 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from genrec.configs.schema import ExperimentConfig, OptimizerArgs
+from genrec.configs.schema import ExperimentConfig
 from genrec.model.gate import GradientGate
 from genrec.model.ranking import RankingModel
 from genrec.model.table_collections import ShardableTables
 from genrec.model.table_init import BlockwiseInit
-from genrec.training.optim import table_learning_rate, table_optimizer
+from genrec.training.optim import table_optimizer
 from genrec.training.sharding import Ranks, ensure_process_group
 from genrec.training.table_plan import quiet_torchrec
-
-OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "adamw": EmbOptimType.ADAM,  # without weight decay, which sharded tables don't have, the same
-}
-
-
-class TableSharder(EmbeddingCollectionSharder):
-    """Shards the tables that are meant to be, and no other EmbeddingCollection."""
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """The modules that TorchRec looks for."""
-        return ShardableTables
+from genrec.training.table_sharder import table_sharder
 
 
 class ShardedTables:
@@ -151,16 +133,3 @@ def copy_part(part: Tensor, whole: Tensor, *, offsets: Sequence[int]) -> None:
     for axis, offset in enumerate(offsets):
         whole = whole.narrow(axis, offset, part.shape[axis])
     part.copy_(whole)
-
-
-def table_sharder(args: OptimizerArgs, *, prefetches: bool = False) -> TableSharder:
-    """The sharder for the tables' optimizer. prefetches: into the caches of tables in host memory."""
-    fused = {
-        "prefetch_pipeline": prefetches,
-        "optimizer": OPTIMIZERS[table_optimizer(args)],
-        "learning_rate": table_learning_rate(args),
-        "eps": args.adam_eps,
-        "beta1": args.adam_beta1,
-        "beta2": args.adam_beta2,
-    }
-    return TableSharder(fused_params=fused)

@@ -16,7 +16,6 @@ from genrec.training.table_budget import table_budget
 from genrec.training.table_placement import placement_table, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import AUTO_REPLICATED_NUMBERS, allowed_kernels, allowed_types, sharded_tables
-from genrec.training.tables import table_sharder
 
 NO_DECAY = "OptimizerArgs.embedding_weight_decay = 0.0"
 SGD = "OptimizerArgs.embedding_optimizer_str = 'sgd'"
@@ -199,12 +198,10 @@ def kernels(config):
             model,
             tables,
             sharded,
-            table_sharder(asked.optimizer),
             config=asked,
             budget=table_budget(asked, model, device=torch.device("cuda"), max_num_tokens=1),
             device_type="cuda",
             world_size=world_size,
-            local_world_size=world_size,
         )
         rows = placements(tables, made, asked, world_size=world_size)
         for rank in range(world_size):
