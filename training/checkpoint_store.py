@@ -41,8 +41,8 @@ class Content:
 class CheckpointStore:
     """The checkpoints of one run: saves, keeps the newest ``keep`` and the best, finds the newest whole one.
 
-    Ranks call alike. in_background: ``save`` copies the tensors to the host, and the copy is written while the run goes
-    on; ``finish`` waits for it, and so do the next save, ``mark_best`` and ``close``.
+    Ranks call alike, from the constructor on. in_background: ``save`` copies the tensors to the host, and the copy is
+    written while the run goes on; ``finish`` waits for it, and so do the next save, ``mark_best`` and ``close``.
     """
 
     def __init__(self, directory: Path, *, keep: int, ranks: Ranks, in_background: bool = False) -> None:
@@ -50,13 +50,7 @@ class CheckpointStore:
         self.keep = keep
         self.ranks = ranks
         self._staging = Staging(ranks.device)
-        self._in_background = in_background
-        self._background: Background | None = None
-
-    def open(self) -> None:
-        """Make what saving in the background takes; what the constructor does not, since it takes all ranks."""
-        if self._in_background:
-            self._background = Background(self.ranks)
+        self._background = Background(ranks) if in_background else None
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; what is skipped on the way is logged, with the reason."""

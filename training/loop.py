@@ -14,10 +14,9 @@ import torch
 
 from genrec.configs.schema import TrainerArgs
 from genrec.data.batch import Batch
-from genrec.training.evaluation import Evaluation
 from genrec.training.feed import Feed
-from genrec.training.report import Meter, RunLog
-from genrec.training.sharding import Ranks
+from genrec.training.report import RunLog
+from genrec.training.run import Run
 from genrec.training.step import StepResult, TrainStep
 from genrec.training.stopping import Stopped
 
@@ -33,46 +32,24 @@ class TrainLoader(Protocol):
 
 
 class Loop:
-    """Trains from ``step`` to ``total_steps``.
+    """Trains ``run`` from ``first_step`` on. Evaluating and saving change nothing of what training computes.
 
-    ``evaluate(splits)``, ``save(step)`` and ``is_best(step, evaluations)``, whether a step is to be saved for what its
-    evaluations say, are given; none of them may change what training computes. Where saves go on in the background,
-    ``check_saves()`` raises, on any ranks, what one has met, and ``finish_saves()`` waits, on all, until all are whole.
+    train_step, feed: of the run. Where saves go on in the background, what one has met is raised with the next batch.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerArgs,
-        *,
-        loader: TrainLoader,
-        train_step: TrainStep,
-        feed: Feed,
-        ranks: Ranks,
-        log: RunLog,
-        meter: Meter,
-        evaluate: Callable[[Sequence[str]], list[Evaluation]],
-        save: Callable[[int], None],
-        is_best: Callable[[int, Sequence[Evaluation]], bool] = lambda step, evaluations: False,
-        check_saves: Callable[[], None] = lambda: None,
-        finish_saves: Callable[[], None] = lambda: None,
-        first_step: int = 0,
-    ) -> None:
-        self.trainer = trainer
-        self.loader = loader
+    def __init__(self, run: Run, *, train_step: TrainStep, feed: Feed, log: RunLog, first_step: int) -> None:
+        self.run = run
+        self.trainer = run.config.trainer
+        self.ranks = run.ranks
+        self.meter = run.meter
+        self.checkpoints = run.checkpoints
         self.train_step = train_step
         self.feed = feed
-        self.ranks = ranks
         self.log = log
-        self.meter = meter
-        self.evaluate = evaluate
-        self.save = save
-        self.is_best = is_best
-        self.check_saves = check_saves
-        self.finish_saves = finish_saves
         self.step = first_step
-        self.total_steps = total_steps(trainer, loader)
+        self.total_steps = total_steps(self.trainer, run.loader)
 
-    def run(self) -> None:
+    def train(self) -> None:
         """Train; ends with a checkpoint of the last step, without the final evaluation.
 
         Raises Stopped, with a checkpoint of the step, where a rank has been asked to stop.
@@ -81,7 +58,7 @@ class Loop:
         if self.trainer.profile and remaining < self.trainer.profile_step_start:
             LOG.warning("nothing is profiled: only %d steps are left, below profile_step_start", remaining)
         self._make_up_evaluation()
-        micro_batches = grouped(self.loader, self.trainer.accumulate_steps)
+        micro_batches = grouped(self.run.loader, self.trainer.accumulate_steps)
         self.train_step.model.train()
         with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
             while self.step < self.total_steps:
@@ -106,7 +83,7 @@ class Loop:
         Told with the loader's errors, a failure that a rank alone knows of costs no collective of its own.
         """
         self.log.raise_failure()
-        self.check_saves()
+        self.checkpoints.store.check()
         return next(micro_batches)
 
     def _record(self, result: StepResult) -> None:
@@ -131,17 +108,17 @@ class Loop:
         self.meter.pause()
         best = self._due(self.trainer.eval_interval) and not last and self._evaluate()
         if self._due(self.trainer.ckpt_save_interval) or last or best:
-            self.save(self.step)
+            self.checkpoints.save(self.step)
         self.meter.resume()
 
     def _evaluate(self) -> bool:
         """Evaluate the validation split; whether this step is the best so far."""
         try:
-            evaluations = self.evaluate(("valid",))
+            evaluations = self.run.evaluate_splits(("valid",))
         except Stopped:
             self._stop()
         self.log.evaluations(self.step, evaluations)
-        return self.is_best(self.step, evaluations)
+        return self.checkpoints.is_best(self.step, evaluations)
 
     def _make_up_evaluation(self) -> None:
         """Evaluate the step that a run continues from, where it was stopped before it had."""
@@ -149,15 +126,15 @@ class Loop:
         if due and not self.ranks.gather(self.log.has_evaluation(self.step))[0]:
             self.meter.pause()
             if self._evaluate():
-                self.save(self.step)
+                self.checkpoints.save(self.step)
             self.meter.resume()
 
     def _stop(self) -> NoReturn:
         """Save this step, whose evaluation is made up for by the run that continues, and end."""
-        self.save(self.step)
-        self.finish_saves()
+        self.checkpoints.save(self.step)
+        self.checkpoints.store.finish()
         self.ranks.together(self.log.raise_failure)
-        raise Stopped(self.step, saved=self.trainer.ckpt_save_interval != 0)
+        raise Stopped(self.step, saved=self.checkpoints.is_on)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0

@@ -14,10 +14,10 @@ from genrec.training.checkpoint import read_host, require_writable, resolve_chec
 from genrec.training.command_line import add_gin_arguments, run_for_user
 from genrec.training.console import setup_logging
 from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
+from genrec.training.evaluator import Evaluator
 from genrec.training.final_report import print_results
 from genrec.training.preflight import require_available
 from genrec.training.report import evaluation_line
-from genrec.training.run import Evaluator
 from genrec.training.sharding import Ranks, is_main_process, process_group
 from genrec.training.tensor_parallel import with_peers
 from genrec.training.watchdog import watching

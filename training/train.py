@@ -24,7 +24,8 @@ from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
 from genrec.training.report import RunLog
 from genrec.training.run import Run
-from genrec.training.sharding import check_same_config, check_same_data, is_main_process, process_group
+from genrec.training.run_texts import write_config
+from genrec.training.sharding import Ranks, check_same_config, check_same_data, is_main_process, process_group
 from genrec.training.stopping import Stopped, listening
 from genrec.training.table_placement import placement_table
 from genrec.training.tensor_parallel import with_peers
@@ -89,32 +90,42 @@ def train(config: ExperimentConfig) -> list[Line]:
     ):
         check_same_config(ranks, config.digest)
         ranks = with_peers(ranks, config.tensor_parallel.tensor_model_parallel_size)
-        use_deterministic_algorithms(config.trainer.deterministic)
-        ranks.progress.enter("reading the data and building the model")
-        run = ranks.together(lambda: Run(config, ranks=ranks))
-        check_same_data(ranks, run.data.identity)
-        ranks.progress.enter("placing the model")
-        run.place()
-        if not config.network.history_is_causal:
-            LOG.info("evaluates the frozen protocol alone: the history sees ahead, so sequential scores would leak")
-        if ranks.is_main:
-            show_table("what runs in which precision:", precision_table(model_rows(run.model, config)))
-            show_table("embedding tables, with the moments of their optimizer:", placement_table(run.placements))
-        ranks.progress.enter("looking for a checkpoint and reading it")
-        first_step = run.start()
-        ranks.together(lambda: run.write_config() if ranks.is_main else None)
-        steps = total_steps(config.trainer, run.loader)
-        log = RunLog(run.output_dir, is_main=ranks.is_main, total_steps=steps, first_step=first_step)
-        try:
-            run.resume_best(log.lines() if ranks.is_main else [])
-            if first_step < steps:
-                _train_steps(run, log, first_step=first_step, steps=steps)
-            else:
-                LOG.info("this run is finished: step %d of %d is done", first_step, steps)
-            return _finish(run, log, step=max(first_step, steps))
-        finally:
-            run.store.close()
-            log.close()
+        use_deterministic_algorithms(trainer.deterministic)
+        return _train_to_the_end(_build(config, ranks))
+
+
+def _build(config: ExperimentConfig, ranks: Ranks) -> Run:
+    """The run, placed, with what it is made of shown."""
+    ranks.progress.enter("reading the data and building the model")
+    run = ranks.together(lambda: Run(config, ranks=ranks))
+    check_same_data(ranks, run.data.identity)
+    ranks.progress.enter("placing the model")
+    run.place()
+    if not config.network.history_is_causal:
+        LOG.info("evaluates the frozen protocol alone: the history sees ahead, so sequential scores would leak")
+    if ranks.is_main:
+        show_table("what runs in which precision:", precision_table(model_rows(run.model, config)))
+        show_table("embedding tables, with the moments of their optimizer:", placement_table(run.placements))
+    return run
+
+
+def _train_to_the_end(run: Run) -> list[Line]:
+    trainer, ranks = run.config.trainer, run.ranks
+    ranks.progress.enter("looking for a checkpoint and reading it")
+    first_step = run.checkpoints.start()
+    ranks.together(lambda: write_config(run.texts, run.output_dir) if ranks.is_main else None)
+    steps = total_steps(trainer, run.loader)
+    log = RunLog(run.output_dir, is_main=ranks.is_main, total_steps=steps, first_step=first_step)
+    try:
+        run.checkpoints.resume_best(log.lines() if ranks.is_main else [])
+        if first_step < steps:
+            _train_steps(run, log, first_step=first_step, steps=steps)
+        else:
+            LOG.info("this run is finished: step %d of %d is done", first_step, steps)
+        return _finish(run, log, step=max(first_step, steps))
+    finally:
+        run.checkpoints.store.close()
+        log.close()
 
 
 def use_deterministic_algorithms(wanted: bool) -> None:
@@ -131,22 +142,7 @@ def _train_steps(run: Run, log: RunLog, *, first_step: int, steps: int) -> None:
     if ranks.is_main and ranks.data_size > 1:
         say_balance(run, log, step=first_step)
     train_step = run.train_step(total_steps=steps, lookahead=feed)
-    loop = Loop(
-        trainer,
-        loader=run.loader,
-        train_step=train_step,
-        feed=feed,
-        ranks=ranks,
-        log=log,
-        meter=run.meter,
-        evaluate=run.evaluate_splits,
-        save=run.save,
-        is_best=run.is_best,
-        check_saves=run.store.check,
-        finish_saves=run.store.finish,
-        first_step=first_step,
-    )
-    loop.run()
+    Loop(run, train_step=train_step, feed=feed, log=log, first_step=first_step).train()
 
 
 def say_balance(run: Run, log: RunLog, *, step: int) -> None:
@@ -160,45 +156,50 @@ def say_balance(run: Run, log: RunLog, *, step: int) -> None:
     LOG.info(balance_sentence(line))
 
 
+def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
+    """The final evaluation, unless an earlier start of this run has done it, and the report."""
+    if not _final_lines(run, log, step):
+        evaluations = _final_evaluations(run)
+        log.evaluations(step, evaluations)
+        run.ranks.together(log.raise_failure)
+        if run.checkpoints.is_best(step, evaluations):
+            run.checkpoints.store.mark_best(step)
+    run.checkpoints.store.finish()
+    log.close()
+    results = _final_lines(run, log, step)
+    if run.ranks.is_main:
+        run.ranks.progress.enter("writing the report")
+        _report(run, log, results, step=step)
+    return results
+
+
+def _final_lines(run: Run, log: RunLog, step: int) -> list[Line]:
+    """The final evaluations as rank 0 has them on record; none where not all are."""
+    protocols = run.data.protocols
+    lines = run.ranks.together(lambda: log.final_lines(step, splits=FINAL_SPLITS, protocols=protocols))
+    return run.ranks.gather(lines)[0]
+
+
 def _final_evaluations(run: Run) -> list[Evaluation]:
     """Of the last step, which meanwhile may be being saved; where this is stopped, it is to be whole all the same."""
     try:
         return run.evaluate_splits(FINAL_SPLITS)
     except Stopped:
-        run.store.finish()
+        run.checkpoints.store.finish()
         raise
 
 
-def _finish(run: Run, log: RunLog, *, step: int) -> list[Line]:
-    """The final evaluation, unless an earlier start of this run has done it, and the report."""
-
-    def recorded() -> list[Line]:
-        protocols = run.data.protocols
-        lines = run.ranks.together(lambda: log.final_lines(step, splits=FINAL_SPLITS, protocols=protocols))
-        return run.ranks.gather(lines)[0]
-
-    if not recorded():
-        evaluations = _final_evaluations(run)
-        log.evaluations(step, evaluations)
-        run.ranks.together(log.raise_failure)
-        if run.is_best(step, evaluations):
-            run.store.mark_best(step)
-    run.store.finish()
-    log.close()
-    results = recorded()
-    if run.ranks.is_main:
-        run.ranks.progress.enter("writing the report")
-        num_skipped = sum(line["event"] == "skipped" for line in log.lines())
-        if num_skipped:
-            LOG.warning("%d of %d steps were left out: a loss or a gradient was not finite", num_skipped, step)
-        reports = write_report(
-            log.lines(),
-            results,
-            output_dir=run.output_dir,
-            config_text=run.config.text,
-            precision=model_rows(run.model, run.config),
-        )
-        saves = run.config.trainer.ckpt_save_interval != 0
-        outputs = [log.path, *reports, run.output_dir / "tensorboard"]
-        print_results(results, outputs=outputs, checkpoints=run.store.directory if saves else None)
-    return results
+def _report(run: Run, log: RunLog, results: Sequence[Line], *, step: int) -> None:
+    num_skipped = sum(line["event"] == "skipped" for line in log.lines())
+    if num_skipped:
+        LOG.warning("%d of %d steps were left out: a loss or a gradient was not finite", num_skipped, step)
+    reports = write_report(
+        log.lines(),
+        results,
+        output_dir=run.output_dir,
+        config_text=run.config.text,
+        precision=model_rows(run.model, run.config),
+    )
+    outputs = [log.path, *reports, run.output_dir / "tensorboard"]
+    checkpoints = run.checkpoints.store.directory if run.checkpoints.is_on else None
+    print_results(results, outputs=outputs, checkpoints=checkpoints)

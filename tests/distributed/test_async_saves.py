@@ -148,7 +148,6 @@ from genrec.training.sharding import process_group
 
 with process_group("cpu") as ranks:
     store = CheckpointStore(Path(json.loads(sys.argv[1])), keep=9, ranks=ranks, in_background=True)
-    store.open()
     mesh = init_device_mesh("cpu", (ranks.world_size,))
     tensor = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0)])
     for step in (1, 2):

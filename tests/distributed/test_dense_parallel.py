@@ -166,11 +166,11 @@ with process_group("cpu") as ranks:
         host = read_host(source, rank=0)
         run.loader.load_state_dict(host["loader"])
         before = host["step"]
-        run.save(before)
+        run.checkpoints.save(before)
     for number, batches in zip(range(before + 1, before + 1 + value["steps"]), grouped(run.loader, 1)):
         assert step(batches, step=number).applied
         if number % 2 == 0:
-            run.save(number)
+            run.checkpoints.save(number)
 """
 
 

@@ -16,17 +16,18 @@ import torch
 from genrec.configs.loading import load_experiment
 from genrec.training import restore
 from genrec.training.dense_parallel import shard_dense
+from genrec.training.evaluator import Evaluator
 from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule
-from genrec.training.run import Evaluator, Run
+from genrec.training.run import Run
 from genrec.training.sharding import process_group
 from genrec.training.state import collect_tensors
 from genrec.training.step import TrainStep
 
 class InParts(Run):
-    def _place_dense(self):
+    def place_dense(self):
         shard_dense(self.model, self.ranks)
-        Evaluator._place_dense(self)
+        Evaluator.place_dense(self)
 
 value = json.loads(sys.argv[1])
 
@@ -60,9 +61,9 @@ with process_group(value["device"]) as ranks:
     torch.testing.assert_close(losses[1], losses[0], rtol=value["rtol"], atol=0)
     for run, other in (runs, runs[::-1]):
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        run.save(4)
+        run.checkpoints.save(4)
         again = build(type(other), ranks)
-        restore.restore_tensors(run.store.newest(), again.state)
+        restore.restore_tensors(run.checkpoints.store.newest(), again.state)
         saved, read = whole(run), whole(again)
         assert saved.keys() == read.keys()
         assert [name for name in saved if not torch.equal(saved[name], read[name])] == []

@@ -154,7 +154,7 @@ def work(job, ranks):
         restore.restore_tensors(source, run.state)
         run.loader.load_state_dict(read_host(source, rank=0)["loader"])
         last = read_host(source, rank=0)["step"]
-        run.save(last)
+        run.checkpoints.save(last)
     for number, batches in zip((last + 1, last + 2), grouped(run.loader, 1)):
         if job.get("spoil") == ranks.rank:  # a step that is not finite on one rank is left out on all
             head = run.model.head.register_forward_hook(lambda m, i, o: o * float("nan"))
@@ -169,7 +169,7 @@ def work(job, ranks):
         assert applied or all(torch.equal(a, b) for a, b in zip(tables, now))
         if job.get("spoil") == ranks.rank:
             head.remove()
-    run.save(last + 2)
+    run.checkpoints.save(last + 2)
 
 with process_group("cpu") as ranks:
     for job in value["jobs"]:

@@ -112,11 +112,11 @@ def work(job, ranks):
         source = Path(job["source"])
         restore.restore_tensors(source, run.state)
         run.loader.load_state_dict(read_host(source, rank=0)["loader"])
-        run.save(2)
+        run.checkpoints.save(2)
         numbers = (3,)
     for number, batches in zip(numbers, grouped(run.loader, 1)):
         assert step(batches, step=number).applied
-    run.save(number)
+    run.checkpoints.save(number)
 
 with process_group("cpu") as ranks:
     for job in value["jobs"]:

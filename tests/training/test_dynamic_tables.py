@@ -53,7 +53,7 @@ def make_run(tmp_path, tiny_config):
         ranks = Ranks(rank=0, world_size=1, device=torch.device(config.trainer.device))
         run = Run(config, ranks=ranks)
         run.place()
-        run.start()
+        run.checkpoints.start()
         step = run.train_step(total_steps=10)
         run.model.train()
         return run, step
@@ -242,7 +242,7 @@ def test_continuing_equals_not_stopping(make_run, strategy, optimizer):
     small_batches = ("TrainerArgs.train_batch_size = 2", "DatasetArgs.max_history_seqlen = 8")
     whole = trained(make_run(*bindings, *small_batches, name="whole"), 1, 2, 3, 4, 5, 6)
     assert whole.dynamic.num_evicted > 0
-    trained(make_run(*bindings, *small_batches, name="parts"), 1, 2, 3).save(3)
+    trained(make_run(*bindings, *small_batches, name="parts"), 1, 2, 3).checkpoints.save(3)
     parts = trained(make_run(*bindings, *small_batches, name="parts"), 4, 5, 6)
     assert_equal(tensors(parts), tensors(whole))
 
@@ -278,7 +278,7 @@ def test_scores_of_a_checkpoint_use_its_map(tmp_path, tiny_config, write_tiny_da
 
 def test_starting_from_another_run_takes_its_map(make_run):
     source = trained(make_run(SMALL, name="first"), 1, 2, 3)
-    source.save(3)
+    source.checkpoints.save(3)
     first = tensors(source)
     start = f"TrainerArgs.ckpt_load_dir = {str(source.output_dir)!r}"
     for parts in ("all", "embedding", "dense"):
@@ -294,8 +294,8 @@ def test_starting_from_another_run_takes_its_map(make_run):
 
 
 def test_maps_of_another_meaning_are_refused(make_run, tmp_path, tiny_dataset):
-    trained(make_run(SMALL, name="first"), 1).save(1)
-    trained(make_run(name="plain"), 1).save(1)
+    trained(make_run(SMALL, name="first"), 1).checkpoints.save(1)
+    trained(make_run(name="plain"), 1).checkpoints.save(1)
     start = f"TrainerArgs.ckpt_load_dir = {str(tmp_path / 'first')!r}"
     with pytest.raises(CheckpointError, match=r"of another model: .* is \(\d+, 16\) there and \(\d+, 16\) here"):
         make_run(AMPLE, start, name="second")
@@ -331,7 +331,7 @@ def test_a_gpu_gives_the_rows_that_a_cpu_gives(make_run, make_batch, optimizer):
     assert not torch.equal(tensors(run)[ITEM], before[ITEM])
     run.dynamic.undo()
     assert_equal(tensors(run), before)
-    run.save(4)
+    run.checkpoints.save(4)
     again, _ = make_run(SMALL, LFU, AVERAGE, *OPTIMIZERS[optimizer], "TrainerArgs.device = 'cuda'", name="cuda")
     assert_equal(tensors(again), before)
 
