@@ -25,8 +25,9 @@ from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ExperimentConfig
 from genrec.training.console import setup_logging
 from genrec.training.loop import grouped
+from genrec.training.process_group import is_main_process, process_group
+from genrec.training.ranks import Ranks
 from genrec.training.run import Run
-from genrec.training.sharding import Ranks, is_main_process, process_group
 from reporting import RESULTS, header, write
 
 KINDS = ("ddp", "fsdp2")

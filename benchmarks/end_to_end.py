@@ -36,7 +36,7 @@ from genrec.model.ranking import RankingModel
 from genrec.training.datasets import RunData
 from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule, build_optimizers
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.step import TrainStep
 from reporting import RESULTS, cpu, header, write
 

@@ -32,8 +32,9 @@ from genrec.training.command_line import add_gin_arguments
 from genrec.training.feed import Feed
 from genrec.training.loop import grouped
 from genrec.training.pipeline import has_cached_tables, make_feed
+from genrec.training.process_group import process_group
+from genrec.training.ranks import Ranks
 from genrec.training.run import Run
-from genrec.training.sharding import Ranks, process_group
 from reporting import RESULTS, cpu, header, write
 
 TYPES = ("none", "native", "prefetch")

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from genrec.configs.schema import UserError
+from genrec.training.process_group import COLLECTIVE_TIMEOUT
 from genrec.training.progress import Progress
-from genrec.training.sharding import COLLECTIVE_TIMEOUT, PeerStopped, RankError, Ranks
+from genrec.training.ranks import PeerStopped, RankError, Ranks
 
 
 class Background:

@@ -17,7 +17,7 @@ from genrec.data.files import link_atomically, sync, write_synced
 from genrec.training.background import Background
 from genrec.training.checkpoint import BEST, MANIFEST, WRITING_PREFIX, by_step, file_digest, newest_checkpoint, step_of
 from genrec.training.checkpoint_writer import on_disk, write_host, write_tensors
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.staging import Staging
 
 LOG = logging.getLogger(__name__)

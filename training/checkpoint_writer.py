@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from genrec.data.files import write_synced
 from genrec.training.checkpoint import CheckpointError, host_path
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 
 COPY_AHEAD_BYTES = 10_000_000  # PyTorch's own default
 

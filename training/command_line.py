@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genrec.configs.schema import UserError
-from genrec.training.sharding import is_main_process, speaks, tell
+from genrec.training.process_group import is_main_process, speaks, tell
 from genrec.training.step import NonFiniteError
 from genrec.training.stopping import Stopped
 

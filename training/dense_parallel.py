@@ -37,7 +37,7 @@ from genrec.hstu.linear import is_fp8
 from genrec.model.ranking import RankingModel, RankingOutput
 from genrec.model.row_map import RowMap
 from genrec.training.optim import embedding_parameters, sharded_parameters
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 
 LOG = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from genrec.model.table_specs import TableSpec
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint_names import checkpoint_name, table_of
 from genrec.training.optim import sharded_parameters
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.state import row_maps
 from genrec.training.tables import ShardedTables
 

@@ -18,7 +18,7 @@ from genrec.data.format import DataError
 from genrec.hstu.precision.state import restore, snapshot
 from genrec.model.ranking import RankingModel
 from genrec.training.metrics import RankingMetrics
-from genrec.training.sharding import Attempt, Ranks
+from genrec.training.ranks import Attempt, Ranks
 from genrec.training.state import random_state, set_random_state
 from genrec.training.stopping import Stopped, stop_asked
 

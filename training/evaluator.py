@@ -19,7 +19,7 @@ from genrec.training import restore
 from genrec.training.datasets import RunData
 from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
 from genrec.training.metrics import RankingMetrics
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.state import TrainingState
 from genrec.training.table_budget import TableBudget, table_budget
 from genrec.training.table_placement import TablePlacement, placements

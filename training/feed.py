@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from genrec.data.batch import Batch
-from genrec.training.sharding import Attempt, Ranks
+from genrec.training.ranks import Attempt, Ranks
 from genrec.training.stopping import stop_asked
 
 Read = Callable[[], Sequence[Batch]]

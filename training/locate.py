@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from genrec.data.batch import Batch
 from genrec.hstu.linear import is_fp8
 from genrec.training.dense_parallel import own_part, total_norm
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 
 
 @dataclass(frozen=True)

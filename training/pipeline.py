@@ -39,7 +39,7 @@ from genrec.configs.schema import TrainerArgs
 from genrec.data.batch import Batch
 from genrec.model.embedding import FeatureEmbeddings, at_least_one_user
 from genrec.training.feed import Feed, Read, StepCounts, StepInput, own_counts
-from genrec.training.sharding import Attempt, Ranks
+from genrec.training.ranks import Attempt, Ranks
 from genrec.training.table_plan import quiet_torchrec
 from genrec.training.tables import table_kernels
 

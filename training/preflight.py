@@ -26,7 +26,7 @@ from genrec.training.console import LOG_WIDTH
 from genrec.training.datasets import read_run_metadata
 from genrec.training.memory import activation_memory, weight_memory
 from genrec.training.precision_report import model_rows, precision_table
-from genrec.training.sharding import choose_device
+from genrec.training.process_group import choose_device
 from genrec.training.table_budget import GIB, table_budget
 from genrec.training.table_placement import placement_table, placements
 from genrec.training.table_plan import plan_tables

@@ -18,8 +18,8 @@ from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.datasets import RunData
 from genrec.training.evaluation import Evaluation
 from genrec.training.metrics_log import Line
+from genrec.training.ranks import Ranks
 from genrec.training.report import Meter
-from genrec.training.sharding import Ranks
 from genrec.training.state import (
     TrainingState,
     collect_tensors,

@@ -17,8 +17,9 @@ from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_
 from genrec.training.evaluator import Evaluator
 from genrec.training.final_report import print_results
 from genrec.training.preflight import require_available
+from genrec.training.process_group import is_main_process, process_group
+from genrec.training.ranks import Ranks
 from genrec.training.report import evaluation_line
-from genrec.training.sharding import Ranks, is_main_process, process_group
 from genrec.training.tensor_parallel import with_peers
 from genrec.training.watchdog import watching
 

@@ -35,7 +35,7 @@ from genrec.training.dense_parallel import (
 from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.feed import Lookahead, StepInput
 from genrec.training.locate import locate
-from genrec.training.sharding import Attempt, Ranks
+from genrec.training.ranks import Attempt, Ranks
 from genrec.training.state import row_maps
 from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts

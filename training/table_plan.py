@@ -24,7 +24,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan
 
 from genrec.configs.schema import ExperimentConfig, UnavailableError
 from genrec.model.table_specs import TableSpec, module_name
-from genrec.training.sharding import local_world_size
+from genrec.training.process_group import local_world_size
 from genrec.training.table_budget import TableBudget, does_not_fit, table_bytes
 from genrec.training.table_sharder import table_sharder
 from genrec.training.table_types import allowed_kernels, num_column_shards

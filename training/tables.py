@@ -22,7 +22,8 @@ from genrec.model.ranking import RankingModel
 from genrec.model.table_collections import ShardableTables
 from genrec.model.table_init import BlockwiseInit
 from genrec.training.optim import table_optimizer
-from genrec.training.sharding import Ranks, ensure_process_group
+from genrec.training.process_group import ensure_process_group
+from genrec.training.ranks import Ranks
 from genrec.training.table_plan import quiet_torchrec
 from genrec.training.table_sharder import table_sharder
 

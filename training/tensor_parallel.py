@@ -22,7 +22,8 @@ from genrec.hstu.norm import HeadNorm, Norm
 from genrec.hstu.parallel import Split, TensorParallel, summed
 from genrec.model.heads import PredictionHead
 from genrec.training.checkpoint_names import weight_of
-from genrec.training.sharding import COLLECTIVE_TIMEOUT, Ranks
+from genrec.training.process_group import COLLECTIVE_TIMEOUT
+from genrec.training.ranks import Ranks
 
 BROADCAST_BYTES = 64 * 2**20  # of gradients that go together
 

@@ -22,10 +22,11 @@ from genrec.training.metrics_log import Line
 from genrec.training.pipeline import make_feed
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
+from genrec.training.process_group import is_main_process, process_group
+from genrec.training.ranks import Ranks, check_same_config, check_same_data
 from genrec.training.report import RunLog
 from genrec.training.run import Run
 from genrec.training.run_texts import write_config
-from genrec.training.sharding import Ranks, check_same_config, check_same_data, is_main_process, process_group
 from genrec.training.stopping import Stopped, listening
 from genrec.training.table_placement import placement_table
 from genrec.training.tensor_parallel import with_peers

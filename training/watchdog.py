@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from genrec.training.hang_report import RankReport, hang_sentence, idle_sentence
 from genrec.training.progress import Activity
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 
 EXIT_HANG = 4
 MAX_INTERVAL_S = 5.0

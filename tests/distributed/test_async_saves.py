@@ -144,7 +144,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from genrec.training.checkpoint_store import CheckpointStore
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 
 with process_group("cpu") as ranks:
     store = CheckpointStore(Path(json.loads(sys.argv[1])), keep=9, ranks=ranks, in_background=True)
@@ -171,7 +171,7 @@ SUMS = """
 import dataclasses, threading
 import torch.distributed as dist
 from genrec.training.background import Background
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 
 with process_group("cpu") as ranks:
     ranks = dataclasses.replace(ranks, host_group=dist.new_group(backend="gloo"))

@@ -20,7 +20,7 @@ from genrec.training.evaluator import Evaluator
 from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule
 from genrec.training.run import Run
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 from genrec.training.state import collect_tensors
 from genrec.training.step import TrainStep
 

@@ -138,7 +138,7 @@ from genrec.training import restore
 from genrec.training.checkpoint import read_host
 from genrec.training.loop import grouped
 from genrec.training.run import Run
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 
 value = json.loads(sys.argv[1])
 

@@ -15,7 +15,7 @@ from genrec.configs.loading import load_experiment
 from genrec.hstu.precision.state import precision_tensors
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import RunData
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 from genrec.training.tensor_parallel import WeightParts, with_peers
 
 FLOAT32 = "NetworkArgs.dtype_str = 'float32'"

@@ -93,7 +93,7 @@ from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.linear import make_linear
 from genrec.hstu.parallel import Split
 from genrec.hstu.precision.region import fp8_region
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 from genrec.training.tensor_parallel import with_peers
 
 recipes, backend, device, output = json.loads(sys.argv[1])

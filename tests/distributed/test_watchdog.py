@@ -105,7 +105,7 @@ def test_a_rank_that_sleeps_in_a_run(tmp_path, arguments, start_ranks):
 STEPS = """
 import json, os, signal, sys, time
 from pathlib import Path
-from genrec.training.sharding import process_group
+from genrec.training.process_group import process_group
 from genrec.training.watchdog import watching
 
 folder, happens, timeout_s = json.loads(sys.argv[1])

@@ -14,7 +14,7 @@ from genrec.model.ranking import RankingModel
 from genrec.training.checkpoint import newest_checkpoint, read_tensors
 from genrec.training.datasets import read_run_metadata
 from genrec.training.optim import LearningRateSchedule, build_optimizers
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.step import TrainStep
 
 

@@ -20,7 +20,7 @@ from genrec.training.checkpoint import (
     resolve_checkpoint,
 )
 from genrec.training.checkpoint_store import CheckpointStore
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.state import random_state, set_random_state
 from genrec.training.train import train
 

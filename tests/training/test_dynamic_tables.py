@@ -22,9 +22,9 @@ from genrec.training.datasets import read_run_metadata
 from genrec.training.loop import grouped
 from genrec.training.memory import weight_memory
 from genrec.training.metrics_log import read_lines
+from genrec.training.ranks import Ranks
 from genrec.training.run import Run
 from genrec.training.scoring import main as evaluate_main
-from genrec.training.sharding import Ranks
 from genrec.training.staging import Staging
 from genrec.training.state import collect_tensors, row_maps
 from genrec.training.step import NonFiniteError, TrainStep

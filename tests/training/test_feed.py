@@ -13,7 +13,7 @@ from genrec.training import pipeline
 from genrec.training.datasets import read_run_metadata
 from genrec.training.feed import Feed
 from genrec.training.pipeline import OverlappedFeed, make_feed
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 

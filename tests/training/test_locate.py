@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genrec.training.locate import Finding, locate
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 from genrec.training.step import NonFiniteError
 from genrec.training.train import main as train_main
 

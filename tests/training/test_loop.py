@@ -9,7 +9,7 @@ from genrec.configs.schema import TrainerArgs, UserError
 from genrec.training.average import WeightAverage
 from genrec.training.dense_parallel import loss_scale
 from genrec.training.loop import grouped, total_steps
-from genrec.training.sharding import Ranks
+from genrec.training.ranks import Ranks
 
 
 class Epochs:

@@ -9,7 +9,7 @@ import torch
 
 from genrec.data.format import DataError
 from genrec.training.feed import StepInput
-from genrec.training.sharding import Attempt, Ranks
+from genrec.training.ranks import Attempt, Ranks
 from genrec.training.step import NonFiniteError
 from genrec.training.tables import ShardedTables
 
