@@ -31,7 +31,7 @@ from genrec.configs.schema import BenchmarkDatasetArgs, ExperimentConfig, UserEr
 from genrec.training.command_line import add_gin_arguments
 from genrec.training.feed import Feed
 from genrec.training.loop import grouped
-from genrec.training.pipeline import has_cached_tables, make_feed
+from genrec.training.overlap import has_cached_tables, make_feed
 from genrec.training.process_group import process_group
 from genrec.training.ranks import Ranks
 from genrec.training.run import Run

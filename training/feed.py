@@ -1,6 +1,6 @@
 """Where steps get their batches from, and what ranks know of each other's before they train on them.
 
-A ``Feed`` reads the batches of a step when the step begins. The one that reads ahead is in pipeline.py.
+A ``Feed`` reads the batches of a step when the step begins. The one that reads ahead is in overlap.py.
 """
 
 from __future__ import annotations

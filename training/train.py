@@ -19,7 +19,7 @@ from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import balance_sentence, print_results, write_report
 from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
-from genrec.training.pipeline import make_feed
+from genrec.training.overlap import make_feed
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.preflight import check, require_available
 from genrec.training.process_group import is_main_process, process_group

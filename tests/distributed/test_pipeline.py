@@ -28,12 +28,12 @@ import os, signal
 import numpy as np
 import torch
 from genrec.data.loader import _BatchesByPlace
-from genrec.training import pipeline, train
+from genrec.training import overlap, pipeline, train
 from genrec.training.loop import Loop
 from genrec.training.step import TrainStep
 
-pipeline.OVERLAPPING_DEVICES = ("cpu",)
-pipeline.has_cached_tables = lambda embeddings: True
+overlap.OVERLAPPING_DEVICES = ("cpu",)
+overlap.has_cached_tables = lambda embeddings: True
 train.write_report = lambda *args, **kwargs: []
 second = os.environ["RANK"] == "1" or os.environ["WORLD_SIZE"] == "1"
 

@@ -28,7 +28,7 @@ DRIVER = """
 import json, os, sys
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from genrec.training import pipeline, table_plan, train
+from genrec.training import overlap, pipeline, table_plan, train
 from genrec.training.step import TrainStep
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -80,13 +80,13 @@ def cached(**kwargs):
     return constraints(**kwargs)
 
 table_plan.ParameterConstraints = cached
-is_cached = pipeline.has_cached_tables
+is_cached = overlap.has_cached_tables
 
 def must_be(embeddings):
     assert is_cached(embeddings)
     return True
 
-pipeline.has_cached_tables = must_be
+overlap.has_cached_tables = must_be
 """
 
 

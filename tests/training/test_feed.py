@@ -9,10 +9,10 @@ import torch
 
 from genrec.configs.schema import TrainerArgs
 from genrec.model.ranking import RankingModel
-from genrec.training import pipeline
+from genrec.training import overlap
 from genrec.training.datasets import read_run_metadata
 from genrec.training.feed import Feed
-from genrec.training.pipeline import OverlappedFeed, make_feed
+from genrec.training.overlap import OverlappedFeed, make_feed
 from genrec.training.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
@@ -128,7 +128,7 @@ WITHOUT_CACHES = "pipeline_type 'prefetch' is 'native' here: no embedding table 
 )
 def test_what_a_pipeline_type_is_here(embeddings, loader, caplog, monkeypatch, kind, device, overlaps, said):
     """As on a GPU, where the streams are a CPU's: none."""
-    monkeypatch.setattr(pipeline, "OVERLAPPING_DEVICES", ("cpu",) if device == "cuda" else ())
+    monkeypatch.setattr(overlap, "OVERLAPPING_DEVICES", ("cpu",) if device == "cuda" else ())
     trainer = TrainerArgs(train_batch_size=1, eval_batch_size=1, pipeline_type=kind)
     with caplog.at_level(logging.INFO, logger="genrec"):
         feed = make_feed(trainer, embeddings, loader=loader, ranks=ALONE)
@@ -138,7 +138,7 @@ def test_what_a_pipeline_type_is_here(embeddings, loader, caplog, monkeypatch, k
 
 @pytest.mark.parametrize("kind", ["none", "native", "prefetch"])
 def test_dynamic_tables_have_nothing_read_ahead(tmp_path, tiny_config, loader, caplog, monkeypatch, kind):
-    monkeypatch.setattr(pipeline, "OVERLAPPING_DEVICES", ("cpu",))
+    monkeypatch.setattr(overlap, "OVERLAPPING_DEVICES", ("cpu",))
     config = tiny_config(tmp_path / "unused", "DatasetArgs.dynamic_tables = {'item': 7}")
     dynamic = RankingModel(config, metadata=read_run_metadata(config)).embeddings
     trainer = TrainerArgs(train_batch_size=1, eval_batch_size=1, pipeline_type=kind)
