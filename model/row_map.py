@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from genrec.configs.schema import EVICT_STRATEGIES
+from genrec.model.table_specs import table_name
 
 NO_ID = -1
 BYTES_OF_ROW = 40  # five numbers of 64 bits
@@ -176,6 +177,12 @@ class RowMap(nn.Module):
         self.rows = torch.empty_like(self.ids).masked_scatter_(is_old, old_rows)
         self.ids[place], self.rows[place] = ids, rows
         self.id_of_row[rows] = ids
+
+
+def row_maps(model: nn.Module) -> dict[str, RowMap]:
+    """The maps of a model's dynamic tables, by table."""
+    named = {name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, RowMap)}
+    return {table_name(name): row_map for name, row_map in named.items()}
 
 
 def _largest_of_least(values: Tensor, num: int) -> Tensor:

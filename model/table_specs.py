@@ -16,6 +16,8 @@ from genrec.configs.schema import (
 from genrec.data.format import DatasetMetadata, item_feature_key
 from genrec.model.features import FeatureLayout, feature_layout
 
+MODULE_PREFIX = "table_"
+
 
 @dataclass(frozen=True)
 class TableSpec:
@@ -116,5 +118,10 @@ def _listed_tables(dataset: BenchmarkDatasetArgs, layout: FeatureLayout, network
 
 
 def module_name(table_name: str) -> str:
-    """The name of a table among the modules of its collection."""
-    return f"table_{table_name}"
+    """The name of a table among the modules of its collection, and of its map among those of dynamic tables."""
+    return f"{MODULE_PREFIX}{table_name}"
+
+
+def table_name(module_name: str) -> str:
+    """The table whose ``module_name`` it is."""
+    return module_name.removeprefix(MODULE_PREFIX)

@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 from genrec.configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentConfig
 from genrec.data.batch import Batch
 from genrec.model.ranking import RankingModel
-from genrec.model.row_map import Admission
+from genrec.model.row_map import Admission, row_maps
 from genrec.model.table_specs import TableSpec
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint_names import checkpoint_name, table_of
 from genrec.training.optim import sharded_parameters
 from genrec.training.ranks import Ranks
-from genrec.training.state import row_maps
 from genrec.training.tables import ShardedTables
 
 LOG = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from torch import nn
 from genrec.configs.schema import ExperimentConfig
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.preprocessor import DTYPES
-from genrec.model.row_map import BYTES_OF_ROW, RowMap
+from genrec.model.row_map import BYTES_OF_ROW, row_maps
 from genrec.model.table_collections import ShardableTables
 from genrec.training.optim import embedding_parameters, table_optimizer
 
@@ -35,9 +35,9 @@ def weight_memory(config: ExperimentConfig, model: nn.Module, *, world_size: int
     sizes = {"weights": 4 * num_weights, "gradients": 4 * num_weights, "optimizer state": 4 * states}
     if config.trainer.ema_decay is not None:
         sizes["average of the weights"] = 4 * num_weights
-    maps = [module for module in model.modules() if isinstance(module, RowMap)]
+    maps = row_maps(model)
     if maps:
-        sizes["maps of dynamic tables"] = BYTES_OF_ROW * sum(row_map.capacity for row_map in maps)
+        sizes["maps of dynamic tables"] = BYTES_OF_ROW * sum(row_map.capacity for row_map in maps.values())
     if in_parts:  # while a layer computes, the next one is gathered, or the gradients of the one before are summed
         layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
         largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)

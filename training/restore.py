@@ -18,16 +18,10 @@ from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.recipes import linear_recipe
 from genrec.hstu.precision.state import load_precision_tensors, precision_tensors
+from genrec.model.row_map import row_maps
 from genrec.training.checkpoint import CheckpointError, read_into, read_shapes, read_tensors
 from genrec.training.checkpoint_names import AVERAGE, MODEL, OPTIMIZER, PRECISION, ROW_MAP, checkpoint_name, weight_of
-from genrec.training.state import (
-    TrainingState,
-    parted_weights,
-    row_map_tensors,
-    row_maps,
-    sharded_moments,
-    sharded_weights,
-)
+from genrec.training.state import TrainingState, parted_weights, row_map_tensors, sharded_moments
 
 LOG = logging.getLogger(__name__)
 
@@ -38,22 +32,25 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
     Without optimizers in ``state`` those of the checkpoint are left alone. FP8 state is of no model: what the
     checkpoint lacks of it starts anew, what it has too much is left alone.
     """
-    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION, ROW_MAP)
-    in_place = sharded_targets(state)
-    put_back(read_for(path, state, prefixes=prefixes, without=list(in_place)), path, state)
-    read_into(path, in_place)
+    put_back(read_unsharded(path, state), path, state)
+    read_into(path, sharded_targets(state))
 
 
 def restore_for_evaluation(path: Path, state: TrainingState) -> None:
     """Put what training evaluates into the model: weights, or their average where the run kept one, and FP8 state."""
     restore_tensors(path, TrainingState(model=state.model, tables=state.tables, parts=state.parts))
-    sharded = {} if state.tables is None else sharded_weights(state.tables)
-    own = {checkpoint_name(name): tensor for name, tensor in state.model.state_dict().items()}
+    own, sharded = state.weights, state.sharded_weights
     averaged = [name.removeprefix(AVERAGE) for name in read_shapes(path) if name.startswith(AVERAGE)]
     whole = read_for(path, state, prefixes=(AVERAGE,), without=[f"{AVERAGE}{name}" for name in sharded])
     for name, tensor in below(whole, AVERAGE).items():
         own[name].copy_(tensor)
     read_into(path, {f"{AVERAGE}{name}": sharded[name] for name in averaged if name in sharded})
+
+
+def read_unsharded(path: Path, state: TrainingState) -> dict[str, Tensor]:
+    """All tensors of a checkpoint that ``state`` has a place for, but those of ``sharded_targets``."""
+    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION, ROW_MAP)
+    return read_for(path, state, prefixes=prefixes, without=list(sharded_targets(state)))
 
 
 def read_for(
@@ -66,11 +63,11 @@ def read_for(
 
 
 def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) -> None:
-    """The same of tensors that ``read_for`` has read; sharded tables are not among them."""
-    sharded = {} if state.tables is None else sharded_weights(state.tables)
+    """What ``restore_tensors`` does, of tensors that ``read_unsharded`` has read."""
+    sharded = state.sharded_weights
     weights = below(tensors, MODEL)
     _restore_precision(path, state.model, below(tensors, PRECISION))
-    _restore_weights(path, state.model, weights, apart=sharded)
+    _restore_weights(path, state, weights)
     _restore_row_maps(path, state.model, below(tensors, ROW_MAP))
     saved = below(tensors, OPTIMIZER)
     _restore_optimizers(path, state, {name: value for name, value in saved.items() if not _is_of(name, sharded)})
@@ -87,16 +84,15 @@ def sharded_targets(state: TrainingState) -> dict[str, ShardedTensor]:
     """Sharded tables and, where ``state`` has optimizers, their moments, by name in a checkpoint, to read into."""
     if state.tables is None:
         return {}
-    targets = {f"{MODEL}{name}": tensor for name, tensor in sharded_weights(state.tables).items()}
+    targets = {f"{MODEL}{name}": tensor for name, tensor in state.sharded_weights.items()}
     if state.optimizers:
         targets |= {f"{OPTIMIZER}{name}": tensor for name, tensor in sharded_moments(state.tables).items()}
     return targets
 
 
-def below(tensors: Mapping[str, Tensor], prefix: str, *, leaves_only: bool = False) -> dict[str, Tensor]:
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names start with ``prefix``, without it."""
-    found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    return {name: value for name, value in found.items() if not (leaves_only and "." in name)}
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _is_of(name: str, weights: Mapping[str, Tensor]) -> bool:
@@ -104,16 +100,16 @@ def _is_of(name: str, weights: Mapping[str, Tensor]) -> bool:
     return name.rpartition(".")[0] in weights
 
 
-def _restore_weights(path: Path, model: nn.Module, saved: Mapping[str, Tensor], *, apart: Mapping[str, Tensor]) -> None:
-    names = {checkpoint_name(name): name for name in model.state_dict()}
-    own = {checkpoint_name(name): value for name, value in model.state_dict().items()}
-    for name in sorted((own.keys() | saved.keys()) - apart.keys()):
+def _restore_weights(path: Path, state: TrainingState, saved: Mapping[str, Tensor]) -> None:
+    own, sharded = state.weights, state.sharded_weights
+    for name in sorted((own.keys() | saved.keys()) - sharded.keys()):
         there = tuple(saved[name].shape) if name in saved else "absent"
         here = tuple(own[name].shape) if name in own else "absent"
         if there != here:
             raise CheckpointError(f"{path} is of another model: {name} is {there} there and {here} here")
     # With sharded tables as they are, to be filled in place: load_state_dict takes all tensors or refuses.
-    model.load_state_dict({names[name]: value for name, value in {**saved, **apart}.items()})
+    tensors = {**saved, **sharded}
+    state.model.load_state_dict({name: tensors[checkpoint_name(name)] for name in state.model.state_dict()})
 
 
 def _restore_row_maps(path: Path, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -133,7 +129,7 @@ def _restore_optimizers(path: Path, state: TrainingState, saved: Mapping[str, Te
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                values = below(saved, f"{names[parameter]}.", leaves_only=True)
+                values = below(saved, f"{names[parameter]}.")
                 used |= {f"{names[parameter]}.{key}" for key in values}
                 if values:
                     optimizer.state[parameter] = _placed(values, parameter, group)
@@ -146,7 +142,7 @@ def _placed(values: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str,
     on_device = group.get("fused") or group.get("capturable")
     moved = {k: v.to(parameter.device) if v.dim() or on_device else v for k, v in values.items()}
     if "sum" in moved:
-        moved["sum"] = moved["sum"].view(-1, 1)
+        moved["sum"] = moved["sum"].view(-1, 1)  # as row-wise Adagrad has it; checkpoints have (rows,)
     return moved
 
 

@@ -20,13 +20,7 @@ from genrec.training.evaluation import Evaluation
 from genrec.training.metrics_log import Line
 from genrec.training.ranks import Ranks
 from genrec.training.report import Meter
-from genrec.training.state import (
-    TrainingState,
-    collect_tensors,
-    first_not_finite,
-    random_state,
-    set_random_state,
-)
+from genrec.training.state import TrainingState, collect_tensors, first_not_finite, random_state, set_random_state
 from genrec.training.step import NonFiniteError
 
 LOG = logging.getLogger(__name__)

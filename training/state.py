@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from genrec.hstu.precision.state import precision_tensors
-from genrec.model.row_map import RowMap
+from genrec.model.row_map import row_maps
 from genrec.training.average import WeightAverage
 from genrec.training.checkpoint_names import (
     AVERAGE,
@@ -54,20 +54,24 @@ class TrainingState:
     vocabulary: Mapping[str, np.ndarray] | None = None
     parts: WeightParts | None = None
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All of the model, by name in a checkpoint; of sharded tables and with FSDP2, each rank's own memory."""
+        return {checkpoint_name(name): tensor for name, tensor in self.model.state_dict().items()}
+
+    @property
+    def sharded_weights(self) -> dict[str, ShardedTensor]:
+        """Those of sharded tables; reading into them fills the tables."""
+        return {name: tensor for name, tensor in self.weights.items() if isinstance(tensor, ShardedTensor)}
+
 
 def parted_weights(model: nn.Module) -> dict[str, DTensor]:
     """The weights of which each rank holds a part (training/dense_parallel.py), by name in a checkpoint."""
     return {checkpoint_name(n): p for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-def row_maps(model: nn.Module) -> dict[str, RowMap]:
-    """Of the dynamic tables, by table."""
-    named = {name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, RowMap)}
-    return {name.removeprefix("table_"): row_map for name, row_map in named.items()}
-
-
 def row_map_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint keeps of them, by name there."""
+    """What a checkpoint keeps of the maps of dynamic tables, by name there."""
     maps = row_maps(model).items()
     return {f"{ROW_MAP}{table}.{key}": value for table, row_map in maps for key, value in row_map.state.items()}
 
@@ -75,7 +79,7 @@ def row_map_tensors(model: nn.Module) -> dict[str, Tensor]:
 def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
     """Every tensor of the training state by name, for ``CheckpointStore.save``."""
     model, average = state.model, state.average
-    tensors = {f"{MODEL}{checkpoint_name(name)}": value for name, value in model.state_dict().items()}
+    tensors = {f"{MODEL}{name}": value for name, value in state.weights.items()}
     names: dict[Tensor, str] = {parameter: checkpoint_name(name) for name, parameter in model.named_parameters()}
     for optimizer in state.optimizers:
         for parameter, values in optimizer.state.items():
@@ -102,13 +106,8 @@ def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
     return tensors | {f"{PRECISION}{name}": value.clone() for name, value in precision_tensors(model).items()}
 
 
-def sharded_weights(tables: ShardedTables) -> dict[str, ShardedTensor]:
-    """By name in a checkpoint; reading into them fills the tables."""
-    return {checkpoint_name(name): value for name, value in tables.weights().items()}
-
-
 def sharded_moments(tables: ShardedTables) -> dict[str, ShardedTensor]:
-    """The same of moments, named as PyTorch's optimizers name them."""
+    """The moments of sharded tables, named as PyTorch's optimizers name them; reading into them fills them, too."""
     keys = MOMENT_KEYS.get(tables.optimizer_name, {})
     return {
         f"{checkpoint_name(name)}.{keys.get(key, key)}": value

@@ -21,6 +21,7 @@ from genrec.data.batch import Batch
 from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.region import FINITE_WATCH
 from genrec.hstu.precision.state import precision_tensors, restore, snapshot
+from genrec.model.row_map import row_maps
 from genrec.training.average import WeightAverage
 from genrec.training.dense_parallel import (
     average_gradients,
@@ -36,7 +37,6 @@ from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.feed import Lookahead, StepInput
 from genrec.training.locate import locate
 from genrec.training.ranks import Attempt, Ranks
-from genrec.training.state import row_maps
 from genrec.training.tables import ShardedTables
 from genrec.training.tensor_parallel import WeightParts
 

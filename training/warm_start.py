@@ -18,20 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genrec.model.row_map import row_maps
 from genrec.training.checkpoint import CheckpointError, read_host, read_into, read_shapes, read_tensors
 from genrec.training.checkpoint_names import (
     AVERAGE,
     MODEL,
     OPTIMIZER,
-    PRECISION,
     ROW_MAP,
     VOCABULARY,
-    checkpoint_name,
     table_of,
     weight_of,
 )
-from genrec.training.restore import below, put_back, read_for, sharded_targets
-from genrec.training.state import TrainingState, row_map_tensors, row_maps, sharded_weights
+from genrec.training.restore import below, put_back, read_unsharded, sharded_targets
+from genrec.training.state import TrainingState, row_map_tensors
 
 LOG = logging.getLogger(__name__)
 ALL, EMBEDDING, DENSE = "all", "embedding", "dense"
@@ -51,7 +50,7 @@ def start_from(path: Path, state: TrainingState, *, parts: str, data: Mapping[st
     data: ``RunData.identity``. Without optimizers in ``state`` weights are taken alone. Raises CheckpointError where
     they are of another model, or where rows of a table can't be found.
     """
-    sharded = {} if state.tables is None else sharded_weights(state.tables)
+    sharded = state.sharded_weights
     matches = {} if parts == DENSE else _match_tables(path, state, data=data)
     tensors = _wanted_tensors(path, state, parts)
     for name, match in matches.items():
@@ -90,9 +89,9 @@ def _match_tables(path: Path, state: TrainingState, *, data: Mapping[str, Any] |
     shapes = read_shapes(path)
     own_maps = row_map_tensors(state.model)
     matches = {}
-    for name, weight in state.model.state_dict().items():
-        table = table_of(checkpoint_name(name))
-        shape = shapes.get(f"{MODEL}{checkpoint_name(name)}")
+    for name, weight in state.weights.items():
+        table = table_of(name)
+        shape = shapes.get(f"{MODEL}{name}")
         if table is None or shape is None:
             continue
         if f"{ROW_MAP}{table}.ids" in {*shapes, *own_maps}:
@@ -107,7 +106,7 @@ def _match_tables(path: Path, state: TrainingState, *, data: Mapping[str, Any] |
             same_data=same_data,
         )
         if match is not None:
-            matches[checkpoint_name(name)] = match
+            matches[name] = match
     return matches
 
 
@@ -160,8 +159,7 @@ def _match_table(
 
 
 def _wanted_tensors(path: Path, state: TrainingState, parts: str) -> dict[str, Tensor]:
-    prefixes = (MODEL, *([OPTIMIZER] if state.optimizers else []), AVERAGE, PRECISION, ROW_MAP)
-    tensors = read_for(path, state, prefixes=prefixes, without=list(sharded_targets(state)))
+    tensors = read_unsharded(path, state)
     return {name: tensor for name, tensor in tensors.items() if parts == ALL or _part_of(name) == parts}
 
 
@@ -174,9 +172,8 @@ def _part_of(name: str) -> str:
 
 def _own_tensors(state: TrainingState, parts: str) -> dict[str, Tensor]:
     """The run's own weights and averages of the other part, which then stays as it is."""
-    sharded = {} if state.tables is None else sharded_weights(state.tables)
-    weights = {checkpoint_name(name): value for name, value in state.model.state_dict().items()}
-    own = {f"{MODEL}{name}": value for name, value in weights.items() if name not in sharded}
+    sharded = state.sharded_weights
+    own = {f"{MODEL}{name}": value for name, value in state.weights.items() if name not in sharded}
     if state.average is not None:
         own |= {f"{AVERAGE}{name}": value for name, value in state.average.tensors.items()}
     own |= row_map_tensors(state.model)
@@ -185,8 +182,7 @@ def _own_tensors(state: TrainingState, parts: str) -> dict[str, Tensor]:
 
 def _grown(tensors: Mapping[str, Tensor], name: str, match: RowMatch, state: TrainingState) -> dict[str, Tensor]:
     """Weight, moments and average of a table in the run's size."""
-    names = {checkpoint_name(own): own for own in state.model.state_dict()}
-    weight = state.model.state_dict()[names[name]]
+    weight = state.weights[name]
     grown = {}
     for key, saved in tensors.items():
         is_moment = key.startswith(f"{OPTIMIZER}{name}.") and saved.dim() > 0

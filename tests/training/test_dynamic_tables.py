@@ -17,6 +17,7 @@ from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ConfigError
 from genrec.data.format import DataError
 from genrec.model.ranking import RankingModel
+from genrec.model.row_map import row_maps
 from genrec.training.checkpoint import CheckpointError
 from genrec.training.datasets import read_run_metadata
 from genrec.training.loop import grouped
@@ -26,7 +27,7 @@ from genrec.training.ranks import Ranks
 from genrec.training.run import Run
 from genrec.training.scoring import main as evaluate_main
 from genrec.training.staging import Staging
-from genrec.training.state import collect_tensors, row_maps
+from genrec.training.state import collect_tensors
 from genrec.training.step import NonFiniteError, TrainStep
 from genrec.training.train import train
 
