@@ -26,7 +26,7 @@ from genrec.training.table_placement import TablePlacement, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import sharded_tables
 from genrec.training.tables import ShardedTables
-from genrec.training.tensor_parallel import WeightParts, check_tables
+from genrec.training.tensor_parallel import TensorParallelWeights, check_tables
 
 STANDARD_METRICS = ("AUC", "GAUC", "NE", "LogLoss")  # of every run; RankingArgs.eval_metrics can add to them
 
@@ -64,7 +64,7 @@ class Evaluator:
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
         self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
         self.tables: ShardedTables | None = None
-        self.parts: WeightParts | None = None
+        self.tensor_parallel: TensorParallelWeights | None = None
         wanted = {*STANDARD_METRICS, *config.ranking.eval_metrics}
         self.metric_names = tuple(name for name in RANKING_METRICS if name in wanted)
 
@@ -75,7 +75,7 @@ class Evaluator:
         if self._sharded:
             self.tables = ShardedTables(self.model, self._plan(), config=self._table_config, ranks=self.ranks)
         if self.ranks.tensor.size > 1:
-            self.parts = WeightParts(self.model, self.ranks.tensor)
+            self.tensor_parallel = TensorParallelWeights(self.model, self.ranks.tensor)
         self.place_dense()
 
     def place_dense(self) -> None:
@@ -112,7 +112,7 @@ class Evaluator:
 
     def restore_for_evaluation(self, path: Path) -> None:
         """Put the weights of a checkpoint, or their average, into the model."""
-        state = TrainingState(model=self.model, tables=self.tables, parts=self.parts)
+        state = TrainingState(model=self.model, tables=self.tables, tensor_parallel=self.tensor_parallel)
         restore.restore_for_evaluation(path, state)
 
     def evaluate(self, split: str, protocol: str, *, table: ScoreTable | None = None) -> Evaluation:

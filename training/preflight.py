@@ -31,7 +31,7 @@ from genrec.training.table_budget import GIB, table_budget
 from genrec.training.table_placement import placement_table, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import sharded_tables
-from genrec.training.tensor_parallel import WeightParts
+from genrec.training.tensor_parallel import TensorParallelWeights
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def check(config: ExperimentConfig, *, num_ranks: int = 1) -> None:
     model = RankingModel(config, metadata=metadata, sharded=sharded, device=torch.device("meta"))
     num_peers = config.tensor_parallel.tensor_model_parallel_size
     if num_peers > 1:
-        WeightParts(model, TensorParallel(size=num_peers))  # what the first of them has
+        TensorParallelWeights(model, TensorParallel(size=num_peers))  # what the first of them has
     tokens = feature_layout(config, metadata).max_num_tokens
     console = Console(soft_wrap=True)
     if not console.is_terminal:

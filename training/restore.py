@@ -21,7 +21,7 @@ from genrec.hstu.precision.state import load_precision_tensors, precision_tensor
 from genrec.model.row_map import row_maps
 from genrec.training.checkpoint import CheckpointError, read_into, read_shapes, read_tensors
 from genrec.training.checkpoint_names import AVERAGE, MODEL, OPTIMIZER, PRECISION, ROW_MAP, checkpoint_name, weight_of
-from genrec.training.state import TrainingState, parted_weights, row_map_tensors, sharded_moments
+from genrec.training.state import TrainingState, fsdp_weights, row_map_tensors, sharded_moments
 
 LOG = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def restore_tensors(path: Path, state: TrainingState) -> None:
 
 def restore_for_evaluation(path: Path, state: TrainingState) -> None:
     """Put what training evaluates into the model: weights, or their average where the run kept one, and FP8 state."""
-    restore_tensors(path, TrainingState(model=state.model, tables=state.tables, parts=state.parts))
+    restore_tensors(path, TrainingState(model=state.model, tables=state.tables, tensor_parallel=state.tensor_parallel))
     own, sharded = state.weights, state.sharded_weights
     averaged = [name.removeprefix(AVERAGE) for name in read_shapes(path) if name.startswith(AVERAGE)]
     whole = read_for(path, state, prefixes=(AVERAGE,), without=[f"{AVERAGE}{name}" for name in sharded])
@@ -57,9 +57,9 @@ def read_for(
     path: Path, state: TrainingState, *, prefixes: tuple[str, ...], without: Sequence[str] = ()
 ) -> dict[str, Tensor]:
     """``read_tensors``; of dense weights that ranks share, of their moments and averages too, this rank's part."""
-    parted = parted_weights(state.model)
-    tensors = read_tensors(path, prefixes=prefixes, without=without, like=lambda name: parted.get(weight_of(name)))
-    return tensors if state.parts is None else state.parts.cut(tensors)
+    in_parts = fsdp_weights(state.model)
+    tensors = read_tensors(path, prefixes=prefixes, without=without, like=lambda name: in_parts.get(weight_of(name)))
+    return tensors if state.tensor_parallel is None else state.tensor_parallel.cut(tensors)
 
 
 def put_back(tensors: Mapping[str, Tensor], path: Path, state: TrainingState) -> None:

@@ -96,7 +96,7 @@ class Run(Evaluator):
             average=self.average,
             tables=self.tables,
             lookahead=lookahead,
-            parts=self.parts,
+            tensor_parallel=self.tensor_parallel,
             dynamic=self.dynamic,
         )
 
@@ -109,7 +109,7 @@ class Run(Evaluator):
             average=self.average,
             tables=self.tables,
             vocabulary=self.vocabulary,
-            parts=self.parts,
+            tensor_parallel=self.tensor_parallel,
         )
 
     def evaluate_splits(self, splits: Sequence[str]) -> list[Evaluation]:

@@ -33,7 +33,7 @@ from genrec.training.checkpoint_names import (
 from genrec.training.dense_parallel import own_part
 from genrec.training.pieces import PIECE_NUMBERS, in_pieces
 from genrec.training.tables import ShardedTables
-from genrec.training.tensor_parallel import WeightParts
+from genrec.training.tensor_parallel import TensorParallelWeights
 
 # FBGEMM's names of moments that PyTorch's optimizers call otherwise.
 ADAM_KEYS = {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"}
@@ -44,7 +44,7 @@ MOMENT_KEYS = {"rowwise_adagrad": {"momentum1": "sum"}, "adam": ADAM_KEYS, "adam
 class TrainingState:
     """What training changes. vocabulary: table to the keys of its rows (data/vocabulary.py), which it does not.
 
-    parts: of which weights, and so moments and averages, this rank holds a part alone.
+    tensor_parallel: of which weights, and so moments and averages, this rank holds a part alone.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class TrainingState:
     average: WeightAverage | None = None
     tables: ShardedTables | None = None
     vocabulary: Mapping[str, np.ndarray] | None = None
-    parts: WeightParts | None = None
+    tensor_parallel: TensorParallelWeights | None = None
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class TrainingState:
         return {name: tensor for name, tensor in self.weights.items() if isinstance(tensor, ShardedTensor)}
 
 
-def parted_weights(model: nn.Module) -> dict[str, DTensor]:
+def fsdp_weights(model: nn.Module) -> dict[str, DTensor]:
     """The weights of which each rank holds a part (training/dense_parallel.py), by name in a checkpoint."""
     return {checkpoint_name(n): p for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
@@ -96,8 +96,8 @@ def collect_tensors(state: TrainingState) -> dict[str, Tensor]:
         }
     if average is not None:
         tensors |= {f"{AVERAGE}{name}": value for name, value in average.tensors.items()}
-    if state.parts is not None:
-        tensors = state.parts.joined(tensors)
+    if state.tensor_parallel is not None:
+        tensors = state.tensor_parallel.joined(tensors)
     tensors |= row_map_tensors(model)
     for table, keys in (state.vocabulary or {}).items():
         tensors[f"{VOCABULARY}{table}"] = torch.from_numpy(keys)

@@ -20,7 +20,7 @@ from genrec.configs.schema import TrainerArgs, UserError
 from genrec.data.batch import Batch
 from genrec.hstu.linear import is_fp8
 from genrec.hstu.precision.region import FINITE_WATCH
-from genrec.hstu.precision.state import precision_tensors, restore, snapshot
+from genrec.hstu.precision.state import precision_tensors
 from genrec.model.row_map import row_maps
 from genrec.training.average import WeightAverage
 from genrec.training.dense_parallel import (
@@ -37,8 +37,9 @@ from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.feed import Lookahead, StepInput
 from genrec.training.locate import locate
 from genrec.training.ranks import Attempt, Ranks
+from genrec.training.step_start import StepStart
 from genrec.training.tables import ShardedTables
-from genrec.training.tensor_parallel import WeightParts
+from genrec.training.tensor_parallel import TensorParallelWeights
 
 
 class NonFiniteError(UserError):
@@ -59,36 +60,6 @@ class StepResult:
     learning_rate: float
     applied: bool
     finite: bool = True
-
-
-@dataclass(frozen=True)
-class StepStart:
-    """What forward and backward change beside gradients, as it was before: to undo a step, and to replay it.
-
-    precision: state of delayed scaling. random: of PyTorch's generators on the CPU and on the model's device, empty
-    where no replay is wanted; only dropout draws from them.
-    """
-
-    precision: dict[str, Tensor]
-    random: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(model: nn.Module, *, device: torch.device, with_precision: bool, with_random: bool) -> StepStart:
-        """The present state. with_precision: whether there is a state of delayed scaling, which takes a search."""
-        random = [torch.get_rng_state()] if with_random else []
-        if with_random and device.type == "cuda":
-            random.append(torch.cuda.get_rng_state(device))
-        return StepStart(precision=snapshot(model) if with_precision else {}, random=tuple(random))
-
-    def put_back(self, model: nn.Module) -> None:
-        """Undo what a forward and backward did to the state of delayed scaling."""
-        restore(model, self.precision)
-
-    def rewind_random(self, device: torch.device) -> None:
-        """Let the next forward draw the random numbers of the step again."""
-        torch.set_rng_state(self.random[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(self.random[1], device)
 
 
 class TrainStep:
@@ -112,7 +83,7 @@ class TrainStep:
         average: WeightAverage | None = None,
         tables: ShardedTables | None = None,
         lookahead: Lookahead | None = None,
-        parts: WeightParts | None = None,
+        tensor_parallel: TensorParallelWeights | None = None,
         dynamic: DynamicTables | None = None,
     ) -> None:
         self.model = model
@@ -122,7 +93,7 @@ class TrainStep:
         self.average = average
         self.tables = tables
         self.lookahead = lookahead or Lookahead()
-        self.parts = parts
+        self.tensor_parallel = tensor_parallel
         self.dynamic = dynamic
         self.set_learning_rates = set_learning_rates
         self._bare = unwrap(model)
@@ -190,8 +161,8 @@ class TrainStep:
                 loss_sum += self._backward_one(self._forward_one(batch), scale)
         loss_sum += self._backward_one(self._forward_one(batches[-1]), scale)
         average_gradients(self._left_to_average, self.ranks)
-        if self.parts is not None:
-            self.parts.even_out(self._bare)
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.broadcast_gradients(self._bare)
         self.lookahead.backward_is_queued()
         return loss_sum if self.ranks.is_first_peer else torch.zeros_like(loss_sum)
 
@@ -207,10 +178,15 @@ class TrainStep:
 
     def _clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, ()."""
-        norm = total_norm(self._gradients()) if self.parts is None else self.parts.gradient_norm(self._bare)
+        norm = self._gradient_norm()
         if self.trainer.grad_clip_norm is not None:
             clip_gradients(self._parameters, self.trainer.grad_clip_norm, norm)
         return norm
+
+    def _gradient_norm(self) -> Tensor:
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.gradient_norm(self._bare)
+        return total_norm(self._gradients())
 
     def _gradients(self) -> list[Tensor]:
         gradients = [p.grad for p in self._parameters if p.grad is not None]

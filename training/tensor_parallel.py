@@ -51,7 +51,7 @@ def with_peers(ranks: Ranks, tensor_parallel_size: int) -> Ranks:
     return dataclasses.replace(ranks, tensor=tensor, data_group=data[place])
 
 
-class WeightParts:
+class TensorParallelWeights:
     """Cuts ``model`` in place; from then on this rank holds its part of some weights. splits: by name of the weight."""
 
     def __init__(self, model: nn.Module, tp: TensorParallel) -> None:
@@ -66,7 +66,7 @@ class WeightParts:
             for name, split in module.splits.items()
         }
 
-    def even_out(self, model: nn.Module) -> None:
+    def broadcast_gradients(self, model: nn.Module) -> None:
         """Give all peers one gradient of each weight that they hold whole: that of the first.
 
         Theirs are sums of the same numbers, but on a GPU not always in the same order (atomic additions), and weights

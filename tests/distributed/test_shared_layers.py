@@ -16,7 +16,7 @@ from genrec.hstu.precision.state import precision_tensors
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import RunData
 from genrec.training.process_group import process_group
-from genrec.training.tensor_parallel import WeightParts, with_peers
+from genrec.training.tensor_parallel import TensorParallelWeights, with_peers
 
 FLOAT32 = "NetworkArgs.dtype_str = 'float32'"
 gin, cases, output = json.loads(sys.argv[1])
@@ -54,7 +54,7 @@ with process_group("cpu") as ranks:
         data = RunData(config, splits=("train",), rank=0, world_size=1)
         batches = list(data.train_loader())[:3]
         whole, shared = build(config, data), build(config, data)
-        parts = WeightParts(shared, ranks.tensor)
+        parts = TensorParallelWeights(shared, ranks.tensor)
         outputs = [run(model, batches) for model in (whole, shared)]
         errors = {"logits": error(outputs[1].logits, outputs[0].logits)}
         gradients = parts.cut({f"model.{name}": p.grad for name, p in whole.named_parameters()})
