@@ -26,7 +26,7 @@ from genrec.training.table_placement import TablePlacement, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import sharded_tables
 from genrec.training.tables import ShardedTables
-from genrec.training.tensor_parallel import TensorParallelWeights, check_tables
+from genrec.training.tensor_parallel import TensorParallelWeights
 
 STANDARD_METRICS = ("AUC", "GAUC", "NE", "LogLoss")  # of every run; RankingArgs.eval_metrics can add to them
 
@@ -60,7 +60,6 @@ class Evaluator:
         self._sharded = sharded_tables(
             self.table_specs, self._table_config, device_type=ranks.device.type, world_size=ranks.world_size
         )
-        check_tables(self._sharded, ranks.tensor)
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
         self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
         self.tables: ShardedTables | None = None

@@ -7,7 +7,7 @@ how many ranks share it. A checkpoint holds whole tensors: a rank writes its par
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 
-from genrec.configs.schema import ConfigError, UnavailableError
+from genrec.configs.schema import ConfigError
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.linear import Linear
 from genrec.hstu.norm import HeadNorm, Norm
@@ -104,15 +104,6 @@ class TensorParallelWeights:
             split = self.splits.get(weight_of(name))
             joined[name] = tensor if split is None or not tensor.dim() else _as_part(tensor.detach(), split, self.tp)
         return joined
-
-
-def check_tables(sharded: Collection[str], tp: TensorParallel) -> None:
-    """Raise UnavailableError where there are ``sharded`` tables and peers: TorchRec would shard them over all ranks."""
-    if sharded and tp.size > 1:
-        raise UnavailableError(
-            f"table {next(iter(sharded))!r} would be sharded, which is not available with "
-            f"TensorModelParallelArgs.tensor_model_parallel_size = {tp.size}: sharding type 'data_parallel' is"
-        )
 
 
 def _as_part(part: Tensor, split: Split, tp: TensorParallel) -> ShardedTensor:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from genrec.configs.schema import UserError
+from genrec.configs.schema import UnavailableError, UserError
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import read_run_metadata
@@ -80,3 +80,15 @@ def test_ranks_that_share_the_layers_have_a_part_each(tmp_path, tiny_config, cap
     # Of each of two layers 64 x 16 + 64 + 16 x 16 weights and 2 x 16 of a norm; of the head 8 x 16 + 8 + 8, not a bias.
     assert "│ encoder    │ 133,888" in tables[0] and f"│ encoder    │ {133_888 - 1_376:,}" in tables[1]
     assert "│ head       │ 145" in tables[0] and "│ head       │ 73" in tables[1]
+
+
+def test_sharded_tables_are_refused_with_ranks_that_share_the_layers(tmp_path, tiny_config):
+    config = tiny_config(
+        tmp_path / "run",
+        "TensorModelParallelArgs.tensor_model_parallel_size = 2",
+        "DatasetArgs.sharding_types = {'item': 'row_wise'}",
+        "OptimizerArgs.embedding_optimizer_str = 'sgd'",
+        "OptimizerArgs.embedding_weight_decay = 0.0",
+    )
+    with pytest.raises(UnavailableError, match="table 'item' would be sharded, which is not available with Tensor"):
+        check(config, num_ranks=2)
