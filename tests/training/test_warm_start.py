@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from genrec.training.checkpoint import CheckpointError
+from genrec.training.row_match import copy_rows, match_rows
 from genrec.training.train import train
-from genrec.training.warm_start import copy_rows, match_rows
 
 ITEM = "embeddings.collections.dim16.embeddings.table_item.weight"
 NEARLY_STILL = ("TrainerArgs.max_train_iters = 1", "OptimizerArgs.learning_rate = 1e-12")
