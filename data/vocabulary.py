@@ -35,12 +35,22 @@ def table_keys(directory: Path, metadata: DatasetMetadata) -> dict[str, np.ndarr
     return keys
 
 
-def _column(path: Path, name: str) -> pl.Series:
+def original_item_ids(directory: Path) -> np.ndarray:
+    """The source's id of each dense item id, (items,), of a prepared dataset.
+
+    Raises:
+        DataError: its vocabulary is missing or damaged.
+    """
+    path = directory / "vocabulary" / "item.parquet"
+    return _column(path, "original_id", what=", which has the items' original ids,").to_numpy()
+
+
+def _column(path: Path, name: str, *, what: str = "") -> pl.Series:
     try:
         return pl.read_parquet(path, columns=[name])[name]
     except (OSError, pl.exceptions.PolarsError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{path} cannot be read ({reason}): prepare the dataset again") from error
+        raise DataError(f"{path}{what} cannot be read ({reason}): prepare the dataset again") from error
 
 
 def _hashes(values: Iterable[object]) -> np.ndarray:

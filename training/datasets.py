@@ -13,9 +13,9 @@ from genrec.data.balance import SequenceCost
 from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, check_dataset_name, read_metadata
 from genrec.data.loader import SequenceDataset, SequenceLoader
 from genrec.data.synthetic import SyntheticLoader
-from genrec.data.vocabulary import table_keys
+from genrec.data.vocabulary import original_item_ids, table_keys
 from genrec.model.features import feature_layout
-from genrec.training.evaluation import PROTOCOLS, read_item_vocabulary
+from genrec.training.evaluation import PROTOCOLS
 
 Label = Literal["mask", "class"]
 
@@ -185,4 +185,4 @@ class RunData:
         """Original id of each dense item id; None for synthetic data, whose ids are dense."""
         if isinstance(self.config.dataset, BenchmarkDatasetArgs):
             return None
-        return read_item_vocabulary(dataset_directory(self.config.dataset))
+        return original_item_ids(dataset_directory(self.config.dataset))

@@ -17,9 +17,10 @@ from genrec.model.ranking import RankingModel
 from genrec.model.table_specs import embedding_tables
 from genrec.training import restore
 from genrec.training.datasets import RunData
-from genrec.training.evaluation import Evaluation, ScoreTable, evaluate
+from genrec.training.evaluation import Evaluation, evaluate
 from genrec.training.metrics import RankingMetrics
 from genrec.training.ranks import Ranks
+from genrec.training.score_table import ScoreTable
 from genrec.training.state import TrainingState
 from genrec.training.table_budget import TableBudget, table_budget
 from genrec.training.table_placement import TablePlacement, placements

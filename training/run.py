@@ -17,9 +17,9 @@ from genrec.training.dynamic_tables import DynamicTables
 from genrec.training.evaluation import Evaluation
 from genrec.training.evaluator import Evaluator, seed_everything
 from genrec.training.feed import Lookahead
+from genrec.training.meter import Meter
 from genrec.training.optim import LearningRateSchedule, Scheduled, build_optimizers
 from genrec.training.ranks import Ranks
-from genrec.training.report import Meter
 from genrec.training.run_checkpoints import RunCheckpoints
 from genrec.training.run_texts import run_texts
 from genrec.training.state import TrainingState

@@ -17,9 +17,9 @@ from genrec.training.checkpoint import read_host, resolve_checkpoint
 from genrec.training.checkpoint_store import CheckpointStore
 from genrec.training.datasets import RunData
 from genrec.training.evaluation import Evaluation
+from genrec.training.meter import Meter
 from genrec.training.metrics_log import Line
 from genrec.training.ranks import Ranks
-from genrec.training.report import Meter
 from genrec.training.state import TrainingState, collect_tensors, first_not_finite, random_state, set_random_state
 from genrec.training.step import NonFiniteError
 

@@ -13,13 +13,14 @@ from genrec.configs.schema import ConfigError, ExperimentConfig, Task, UserError
 from genrec.training.checkpoint import read_host, require_writable, resolve_checkpoint
 from genrec.training.command_line import add_gin_arguments, run_for_user
 from genrec.training.console import setup_logging
-from genrec.training.evaluation import PROTOCOLS, Evaluation, ScoreTable, write_table
+from genrec.training.evaluation import PROTOCOLS, Evaluation
 from genrec.training.evaluator import Evaluator
 from genrec.training.final_report import print_results
 from genrec.training.preflight import require_available
 from genrec.training.process_group import is_main_process, process_group
 from genrec.training.ranks import Ranks
 from genrec.training.report import evaluation_line
+from genrec.training.score_table import ScoreTable, write_table
 from genrec.training.tensor_parallel import with_peers
 from genrec.training.watchdog import watching
 

@@ -13,9 +13,10 @@ import torch
 from genrec.configs.schema import ConfigError, UserError
 from genrec.data.format import DataError
 from genrec.training.checkpoint import resolve_checkpoint
-from genrec.training.evaluation import ScoreTable, evaluate, labelled_events
+from genrec.training.evaluation import evaluate
 from genrec.training.metrics import RankingMetrics
 from genrec.training.ranks import Ranks
+from genrec.training.score_table import ScoreTable, labelled_events
 from genrec.training.scoring import load_checkpoint_config, main, score
 from genrec.training.state import random_state
 from genrec.training.train import train

@@ -11,8 +11,9 @@ from rich.console import Console
 from genrec.configs.schema import UserError
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import result_rows, write_report
+from genrec.training.meter import Meter
 from genrec.training.metrics_log import append_lines, keep_lines, read_lines
-from genrec.training.report import Meter, RunLog, evaluation_line
+from genrec.training.report import RunLog, evaluation_line
 from genrec.training.step import StepResult, TrainStep
 from genrec.training.train import train
 
@@ -62,7 +63,7 @@ def test_meter_averages_over_targets_and_leaves_out_what_is_not_finite():
 
 def test_meter_leaves_out_the_pause(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("genrec.training.report.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("genrec.training.meter.time.perf_counter", lambda: now[0])
     meter = Meter()
     meter.add(result(1.0, 1))
     now[0] = 2.0
