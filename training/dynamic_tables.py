@@ -1,8 +1,9 @@
 """Dynamic tables in training: before each step its ids get rows (model/row_map.py), the same ones on every rank.
 
-Every rank holds the whole map, 40 bytes a row, and is told the ids that all ranks read, so that maps stay equal without
-ever being exchanged; the table itself may lie on the ranks in any way. A row that is taken from an id starts as a new
-one does: weights as initialised, moments 0. A step that is left out is undone: map, weights and moments are as before.
+Every rank holds the whole map, 40 bytes a row, and is told the ids that all ranks read (step_ids.py), so that maps stay
+equal without ever being exchanged; the table itself may lie on the ranks in any way. A row that is taken from an id
+starts as a new one does: weights as initialised, moments 0. A step that is left out is undone: map, weights and moments
+are as before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from genrec.training.average import WeightAverage
 from genrec.training.checkpoint_names import checkpoint_name, table_of
 from genrec.training.optim import sharded_parameters
 from genrec.training.ranks import Ranks
+from genrec.training.step_ids import step_ids
 from genrec.training.tables import ShardedTables
 
 LOG = logging.getLogger(__name__)
@@ -87,8 +89,9 @@ class DynamicTables:
     def admit(self, batches: Sequence[Batch], *, step: int) -> None:
         """Give rows to the ids of step ``step``, of all ranks and micro-batches. Ranks call alike."""
         self._admissions, self._overwritten = {}, []
-        for table, (ids, counts) in self._ids(batches).items():
-            admission = self._admissions[table] = self.maps[table].admit(ids, counts, step=step)
+        features = {name: spec.feature_names for name, spec in self._specs.items()}
+        for table, read in step_ids(batches, features, self._ranks).items():
+            admission = self._admissions[table] = self.maps[table].admit(read.ids, read.counts, step=step)
             self.num_evicted += len(admission.evicted)
             self._say(table, admission, step=step)
             if len(admission.evicted):
@@ -114,25 +117,6 @@ class DynamicTables:
             if number and (table, sentence) not in self._said:
                 self._said.add((table, sentence))
                 LOG.warning(sentence, table, step)
-
-    def _ids(self, batches: Sequence[Batch]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Table to the ids that the step reads on any rank, ascending, and how often it reads each."""
-        ranks, num_tables = self._ranks, len(self._specs)
-        counted = batches if ranks.is_first_peer else ()  # peers read the same
-        own = [_read_ids(counted, spec.feature_names, ranks.device) for spec in self._specs.values()]
-        if ranks.world_size == 1:
-            return dict(zip(self._specs, own, strict=True))
-        # Sums of what is 0 on all ranks but one tell every rank how many ids the others have, then which.
-        sizes = [[len(ids) if rank == ranks.rank else 0 for ids, _ in own] for rank in range(ranks.world_size)]
-        totals = ranks.sum_counts([size for of_rank in sizes for size in of_rank])
-        everyone = torch.zeros(2, sum(totals), dtype=torch.int64, device=ranks.device)
-        parts = everyone.split(totals, dim=1)  # rank after rank, in each table after table
-        for place, found in enumerate(own, start=ranks.rank * num_tables):
-            parts[place].copy_(torch.stack(found))
-        if everyone.numel():
-            with ranks.progress.collective("all-reduce", "ids of dynamic tables"):
-                ranks.sum(everyone)
-        return {table: _added(torch.cat(parts[at::num_tables], dim=1)) for at, table in enumerate(self._specs)}
 
     def _reset(self, table: str, rows: Tensor, *, step: int) -> None:
         first = self._first_weights(self._specs[table], len(rows), step=step)
@@ -183,20 +167,6 @@ def sharded_parts(tables: ShardedTables) -> dict[str, list[TablePart]]:
                 for shard in tensor.local_shards()
             )
     return parts
-
-
-def _read_ids(batches: Sequence[Batch], features: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The ids of ``features`` in ``batches``, ascending, none twice, and how often each is there."""
-    kjts = [batch.features for batch in batches if batch.batch_size]
-    values = [kjt[name].values() for kjt in kjts for name in features] or [torch.empty(0, dtype=torch.int64)]
-    ids, counts = torch.cat(values).to(device).unique(return_counts=True)
-    return ids, counts
-
-
-def _added(found: Tensor) -> tuple[Tensor, Tensor]:
-    """found: (2, M) ids and counts of all ranks -> ids, ascending, none twice, and the sums of their counts."""
-    ids, place = found[0].unique(return_inverse=True)
-    return ids, torch.zeros_like(ids).index_add_(0, place, found[1])
 
 
 def say_without_effect(config: ExperimentConfig) -> None:
