@@ -10,25 +10,22 @@ A batch is a function of (seed, epoch, place in the order): nothing random is ke
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from genrec.data.balance import Imbalance, SequenceCost, partition
+from genrec.data.balance import Imbalance, SequenceCost
 from genrec.data.batch import Batch
-from genrec.data.collate import CollateOptions, collate
+from genrec.data.batches_by_place import BatchesByPlace
+from genrec.data.collate import CollateOptions
 from genrec.data.dataset import SequenceDataset
 from genrec.data.format import DataError, check_one_of
 from genrec.data.item_features import read_padded_values
-from genrec.data.windows import WindowPlan, plan_evaluation, plan_training, shuffled_order
-
-__all__ = ["MODES", "SequenceDataset", "SequenceLoader"]
+from genrec.data.windows import WindowPlan, plan_evaluation, plan_training
+from genrec.data.worker_signals import outlive_sigterm
 
 MODES = ("train", "sequential", "frozen")
 LABELS = ("mask", "class")
@@ -95,7 +92,7 @@ class SequenceLoader:
             seed=seed,
             dynamic_features=frozenset(dynamic_features),
         )
-        self._batches = _BatchesByPlace(
+        self._batches = BatchesByPlace(
             dataset,
             self.plan,
             options,
@@ -128,7 +125,7 @@ class SequenceLoader:
             num_workers=self._num_workers,
             collate_fn=_unchanged,
             pin_memory=self._pin_memory,
-            worker_init_fn=_outlive_sigterm,
+            worker_init_fn=outlive_sigterm,
             generator=torch.Generator(),  # or it would draw a seed, which nothing here uses, from the global generator
         )
         for place, batch in zip(places, batches, strict=True):
@@ -170,73 +167,6 @@ class SequenceLoader:
     def _places(self, first: int) -> range:
         """Where in the epoch's order the global batches from ``first`` on start."""
         return range(first, len(self.plan), self._global_batch_size)
-
-
-class _BatchesByPlace(Dataset[Batch | DataError]):
-    """Map-style: (epoch, first place of the global batch) to this rank's Batch."""
-
-    def __init__(
-        self,
-        dataset: SequenceDataset,
-        plan: WindowPlan,
-        options: CollateOptions,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        shuffle: bool,
-        balanced: bool,
-        cost: SequenceCost,
-    ) -> None:
-        self.dataset, self.plan, self.options = dataset, plan, options
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.shuffle, self.balanced, self.cost = shuffle, balanced, cost
-        self._lengths = plan.lengths
-        self._order: tuple[int, np.ndarray] | None = None
-
-    def __getitem__(self, key: tuple[int, int]) -> Batch | DataError:
-        epoch, place = key
-        windows = self._windows(epoch, place)
-        if self.balanced:
-            share = windows[partition(self.costs(epoch, place), self.world_size)[self.rank]]
-        else:
-            share = np.array_split(windows, self.world_size)[self.rank]
-        try:
-            return collate(self.dataset, self.plan, share, options=self.options, epoch=epoch)
-        except DataError as error:
-            # Returned, because a worker process would wrap what it raises in its traceback.
-            return error
-
-    def costs(self, epoch: int, place: int) -> np.ndarray:
-        """The work of each sequence of the global batch at ``place``, (N,); event dropout, drawn later, isn't known."""
-        return self.cost(self._lengths[self._windows(epoch, place)])
-
-    def _windows(self, epoch: int, place: int) -> np.ndarray:
-        return self._epoch_order(epoch)[place : place + self.batch_size * self.world_size]
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            order = np.arange(len(self.plan))
-            if self.shuffle:
-                groups, _ = self.dataset.locate(self.plan.row)
-                rng = np.random.default_rng([self.options.seed, epoch])
-                order = shuffled_order(groups, self.dataset.group_events, rng=rng)
-            self._order = (epoch, order)
-        return self._order[1]
-
-
-def _outlive_sigterm(worker: int) -> None:
-    """Let a worker end by SIGTERM where its parent sends it, and not where a scheduler sends it to all processes: the
-    parent then still trains to the end of its step, and saves.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os._exit(0)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from genrec.configs.schema import ConfigError
+from genrec.data.dataset import SequenceDataset
 from genrec.data.format import DataError, check_dataset_name, read_metadata
-from genrec.data.loader import SequenceDataset, SequenceLoader
+from genrec.data.loader import SequenceLoader
 
 
 @pytest.fixture

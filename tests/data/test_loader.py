@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from genrec.data.balance import SequenceCost
 from genrec.data.collate import uniform
+from genrec.data.dataset import SequenceDataset
 from genrec.data.format import DataError
-from genrec.data.loader import SequenceDataset, SequenceLoader
+from genrec.data.loader import SequenceLoader
 
 LENGTHS = [3, 0, 17, 1, 12, 5, 8, 9, 2, 26, 4, 7]
 TRAIN = {"mode": "train", "label": "class", "max_history_seqlen": 5, "batch_size": 3}

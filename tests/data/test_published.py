@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from genrec.data.loader import SequenceDataset, SequenceLoader
+from genrec.data.dataset import SequenceDataset
+from genrec.data.loader import SequenceLoader
 from genrec.data.movielens import MOVIELENS
 from genrec.data.prepare import prepare
 

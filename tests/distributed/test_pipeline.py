@@ -27,7 +27,7 @@ ON_CPU = """
 import os, signal
 import numpy as np
 import torch
-from genrec.data.loader import _BatchesByPlace
+from genrec.data.batches_by_place import BatchesByPlace
 from genrec.training import overlap, pipeline, train
 from genrec.training.loop import Loop
 from genrec.training.step import TrainStep
@@ -89,7 +89,7 @@ ODD_STEPS = """
 def no_users(number, windows, epoch, place):
     return windows()[: 0 if (epoch, place) == (1, 0) else None]
 
-every_call(_BatchesByPlace, "_windows", no_users)
+every_call(BatchesByPlace, "_windows", no_users)
 backward = TrainStep._backward
 
 def with_kernels(self, *args):
@@ -150,7 +150,7 @@ def read(number, windows, epoch, place):
         raise DataError("row group 3 is damaged")
     return windows()
 
-every_call(_BatchesByPlace, "__getitem__", lambda n, item, key: read(n, item, *key))
+every_call(BatchesByPlace, "__getitem__", lambda n, item, key: read(n, item, *key))
 """
 INFINITE = """
 from genrec.model.heads import PredictionHead
