@@ -41,6 +41,8 @@ from genrec.configs.schema import ConfigError, UserError
 
 FORMAT_VERSION = 2
 SPLIT_NAMES = ("train", "valid", "test")
+PROTOCOLS = ("sequential", "frozen")  # of evaluation
+LOADER_MODES = ("train", *PROTOCOLS)
 EVENT_COLUMNS = ("item", "action", "timestamp")
 NO_VALUE = "(none)"
 

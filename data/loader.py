@@ -22,12 +22,11 @@ from genrec.data.batch import Batch
 from genrec.data.batches_by_place import BatchesByPlace
 from genrec.data.collate import CollateOptions
 from genrec.data.dataset import SequenceDataset
-from genrec.data.format import DataError, check_one_of
+from genrec.data.format import LOADER_MODES, DataError, check_one_of
 from genrec.data.item_features import read_padded_values
 from genrec.data.windows import WindowPlan, plan_evaluation, plan_training
 from genrec.data.worker_signals import outlive_sigterm
 
-MODES = ("train", "sequential", "frozen")
 LABELS = ("mask", "class")
 
 
@@ -68,7 +67,7 @@ class SequenceLoader:
         cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
         pin_memory: bool = False,
     ) -> None:
-        check_one_of(mode, field_name="mode", allowed=MODES)
+        check_one_of(mode, field_name="mode", allowed=LOADER_MODES)
         check_one_of(label, field_name="label", allowed=LABELS)
         _check_at_least("batch_size", batch_size, 1)
         _check_at_least("max_history_seqlen", max_history_seqlen, 1)

@@ -18,11 +18,10 @@ from genrec.configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, Fe
 from genrec.data.balance import Imbalance, SequenceCost, partition
 from genrec.data.batch import Batch, jagged_features
 from genrec.data.distributions import sample
-from genrec.data.format import DataError, check_one_of
+from genrec.data.format import LOADER_MODES, DataError, check_one_of
 
 logger = logging.getLogger(__name__)
 
-SYNTHETIC_MODES = ("train", "sequential", "frozen")
 MAX_GAP_S = 3600
 
 
@@ -52,7 +51,7 @@ class SyntheticLoader:
         cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
         pin_memory: bool = False,
     ) -> None:
-        check_one_of(mode, field_name="mode", allowed=SYNTHETIC_MODES)
+        check_one_of(mode, field_name="mode", allowed=LOADER_MODES)
         if mode == "frozen" and args.max_num_candidates == 0:
             raise DataError("BenchmarkDatasetArgs.max_num_candidates is 0, frozen evaluation needs at least 1")
         self.args = args

@@ -11,12 +11,11 @@ import numpy as np
 from genrec.configs.schema import BenchmarkDatasetArgs, ConfigError, DatasetArgs, ExperimentConfig
 from genrec.data.balance import SequenceCost
 from genrec.data.dataset import SequenceDataset
-from genrec.data.format import SPLIT_NAMES, DataError, DatasetMetadata, check_dataset_name, read_metadata
+from genrec.data.format import PROTOCOLS, SPLIT_NAMES, DataError, DatasetMetadata, check_dataset_name, read_metadata
 from genrec.data.loader import SequenceLoader
 from genrec.data.synthetic import SyntheticLoader
 from genrec.data.vocabulary import original_item_ids, table_keys
 from genrec.model.features import feature_layout
-from genrec.training.evaluation import PROTOCOLS
 
 Label = Literal["mask", "class"]
 

@@ -20,8 +20,6 @@ from genrec.training.score_table import ScoreTable
 from genrec.training.state import random_state, set_random_state
 from genrec.training.stopping import Stopped, stop_asked
 
-PROTOCOLS = ("sequential", "frozen")
-
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from genrec.data.files import write_atomically
+from genrec.data.format import PROTOCOLS
 from genrec.hstu.precision.table import PrecisionRow
-from genrec.training.evaluation import PROTOCOLS
 from genrec.training.metrics_log import Line
 from genrec.training.precision_report import precision_cells
 

@@ -10,10 +10,11 @@ from typing import cast
 
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ConfigError, ExperimentConfig, Task, UserError
+from genrec.data.format import PROTOCOLS
 from genrec.training.checkpoint import read_host, require_writable, resolve_checkpoint
 from genrec.training.command_line import add_gin_arguments, run_for_user
 from genrec.training.console import setup_logging
-from genrec.training.evaluation import PROTOCOLS, Evaluation
+from genrec.training.evaluation import Evaluation
 from genrec.training.evaluator import Evaluator
 from genrec.training.final_report import print_results
 from genrec.training.preflight import require_available
