@@ -38,7 +38,7 @@ from genrec.training.loop import grouped
 from genrec.training.optim import LearningRateSchedule, build_optimizers
 from genrec.training.ranks import Ranks
 from genrec.training.step import TrainStep
-from reporting import RESULTS, cpu, header, write
+from reporting import RESULTS, cpu, header, spread, write
 
 OURS = "genrec"
 RESULT = RESULTS / "cpu_throughput.json"
@@ -235,7 +235,7 @@ def _summary(own: list[Round], ours: list[Round]) -> dict[str, Any]:
     """Medians over rounds, with the extremes; the ratio is of rounds that ran one after the other."""
     speeds = [entry.tokens_per_s for entry in own]
     return {
-        "tokens_per_s": {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)},
+        "tokens_per_s": spread(speeds),
         "events_per_s": statistics.median(entry.num_events / entry.seconds for entry in own),
         "step_ms": statistics.median(1e3 * entry.seconds / entry.num_steps for entry in own),
         "genrec_tokens_per_s_over_this": statistics.median(

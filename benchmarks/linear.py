@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from genrec.configs.schema import MixedPrecisionArgs
 from genrec.hstu.linear import make_linear
 from genrec.hstu.precision.capability import linear_capabilities
 from genrec.hstu.precision.region import fp8_region
-from reporting import RESULTS, header, write
+from reporting import RESULTS, header, spread, write
 from timing import time_ms
 
 BASE = "bf16"
@@ -77,7 +76,7 @@ def measure(width: int, tokens: int, recipes: list[str], rounds: int) -> dict[st
     for _ in range(rounds):
         for recipe, run in runs.items():
             times[recipe].append(time_ms(run, calls=calls))
-    return {r: {"median": statistics.median(t), "min": min(t), "max": max(t)} for r, t in times.items()}
+    return {r: spread(t) for r, t in times.items()}
 
 
 def break_even(rows: list[dict[str, Any]], recipe: str, width: int) -> int | None:

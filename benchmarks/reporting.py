@@ -9,6 +9,8 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,11 @@ def write(report: dict[str, Any], path: Path) -> None:
     """Write ``report`` to ``path``, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median of what was measured several times, and the extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def cpu() -> str:

@@ -35,7 +35,7 @@ from genrec.training.overlap import has_cached_tables, make_feed
 from genrec.training.process_group import process_group
 from genrec.training.ranks import Ranks
 from genrec.training.run import Run
-from reporting import RESULTS, cpu, header, write
+from reporting import RESULTS, cpu, header, spread, write
 
 TYPES = ("none", "native", "prefetch")
 RESULT = RESULTS / "scaling.json"
@@ -177,8 +177,8 @@ def summary(measured: dict[int, dict[str, Any]]) -> dict[str, Any]:
             step_ms = [1e3 * statistics.median(entry.seconds) for entry in entries]
             alone = statistics.median(entry.tokens_per_s for entry in rounds[fewest][kind])
             own[kind] = {
-                "step_ms": {"median": statistics.median(step_ms), "min": min(step_ms), "max": max(step_ms)},
-                "tokens_per_s": {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)},
+                "step_ms": spread(step_ms),
+                "tokens_per_s": spread(speeds),
                 "tokens_per_s_over_none": statistics.median(
                     mine.tokens_per_s / none.tokens_per_s for mine, none in zip(entries, by_type["none"], strict=True)
                 ),
