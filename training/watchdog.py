@@ -2,8 +2,8 @@
 
 Each rank publishes every few seconds what it is doing (progress.py) to the store by which the ranks met, and for how
 long it has not got on. A run hangs where that is TrainerArgs.hang_timeout_s on every rank: as long as one gets on, the
-others only wait for it. A rank whose own words don't change, since its process is stopped or its interpreter stuck, is
-told of by the others.
+others only wait for it. A rank whose heartbeats end, since its process is stopped or its interpreter stuck, is told
+of by the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from genrec.training.ranks import Ranks
 
 EXIT_HANG = 4
 MAX_INTERVAL_S = 5.0
-SILENT_INTERVALS = 5  # without a new word of a rank, after which it counts as stopped
+SILENT_INTERVALS = 5  # without a new heartbeat of a rank, after which it counts as stopped
 DUMPING_S, TELLING_S = 5.0, 10.0  # at most, for the stacks of all ranks, for the sentence
 
 _numbers = itertools.count()  # each run of a process has keys of its own in the store
@@ -57,8 +57,8 @@ def watching(ranks: Ranks, *, timeout_s: float | None, folder: Path) -> Iterator
 
 
 @dataclass(frozen=True)
-class Word:
-    """What another rank has published. number: of its words so far; heard_at: when this one was first read here."""
+class Heartbeat:
+    """What another rank has published. number: of its heartbeats so far; heard_at: when it was first read here."""
 
     number: int
     heard_at: float
@@ -74,10 +74,10 @@ class Watchdog:
         self.folder = folder
         self.interval_s = min(MAX_INTERVAL_S, timeout_s / 10)
         self._store = store
-        self._words: dict[int, Word] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
         # In seconds of this process: time in which it was stopped, with all others perhaps, is nobody's fault.
         self._clock = self._changed_at = self._answered_at = 0.0
-        self._accusation: str | None = None
+        self._verdict: str | None = None
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"genrec watchdog: {what}", daemon=True)
@@ -117,17 +117,17 @@ class Watchdog:
             self._end_without_store()
         reports = [self._report_of(rank) for rank in range(self.ranks.world_size)]
         if all(report.has_left or report.idle_s >= self.timeout_s for report in reports):
-            self._accusation = hang_sentence(reports)
+            self._verdict = hang_sentence(reports)
 
     def _report_of(self, rank: int) -> RankReport:
         if rank == self.ranks.rank:
             return RankReport(rank, self.ranks.progress.read()[0], self._idle_s)
-        word = self._words.get(rank)
-        if word is None:
+        heartbeat = self._heartbeats.get(rank)
+        if heartbeat is None:
             return RankReport(rank, Activity(), 0.0)
-        silent_s = self._clock - word.heard_at
+        silent_s = self._clock - heartbeat.heard_at
         is_silent = silent_s >= SILENT_INTERVALS * self.interval_s
-        return dataclasses.replace(word.report, idle_s=word.report.idle_s + silent_s, is_silent=is_silent)
+        return dataclasses.replace(heartbeat.report, idle_s=heartbeat.report.idle_s + silent_s, is_silent=is_silent)
 
     def _exchange(self) -> None:
         """Publish and read until the end. Where the store is gone this only stops answering, which ``_judge`` sees."""
@@ -151,17 +151,17 @@ class Watchdog:
             key = f"rank_{rank}"
             if rank == self.ranks.rank:
                 continue
-            number, report = -1, RankReport(rank, Activity(), 0.0)  # of one that was stopped before its first word
+            number, report = -1, RankReport(rank, Activity(), 0.0)  # of one that was stopped before its first heartbeat
             if self._store.check([key]):
                 number, values = json.loads(self._store.get(key))
                 report = RankReport.of_json(values)
-            if rank not in self._words or self._words[rank].number != number:
-                self._words[rank] = Word(number, self._clock, report)
+            if rank not in self._heartbeats or self._heartbeats[rank].number != number:
+                self._heartbeats[rank] = Heartbeat(number, self._clock, report)
 
     def _end_if_judged(self) -> None:
         """End where any rank has judged; the first one's sentence is everybody's."""
-        if self._accusation is not None:
-            own = json.dumps([self.ranks.rank, self._accusation])
+        if self._verdict is not None:
+            own = json.dumps([self.ranks.rank, self._verdict])
             verdict = self._store.compare_set("verdict", "", own)
         elif self._store.check(["verdict"]):
             verdict = self._store.get("verdict")
