@@ -125,19 +125,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Train all, write, print; 1 if a run failed or was not finite, or a variant lies outside the bound."""
-    parser = argparse.ArgumentParser(description="Accuracy of FP8 against bfloat16.")
-    parser.add_argument("--gin-config-file", default="movielens_ranking_fp8.gin")
-    parser.add_argument("--gin-bindings", action="append", default=[])
-    parser.add_argument("--dataset-path", type=Path, required=True)
-    parser.add_argument("--iters", type=int, default=2000)
-    parser.add_argument("--eval-interval", type=int, default=0)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[BASE, "delayed", "tensorwise", "blockwise"])
-    parser.add_argument("--attention-mode", choices=ATTENTION_QUANTIZATIONS[1:], default="per-head")
-    parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--done", type=Path, help="an earlier output, whose runs are kept")
-    parser.add_argument("--output", type=Path, default=RESULTS / "fp8_linear_quality.json")
-    args = parser.parse_args()
+    args = _parser().parse_args()
     report = {
         **header("accuracy of FP8", "transformer_engine", "triton", "fbgemm_gpu", "torchrec"),
         "gin_file": args.gin_config_file,
@@ -191,6 +179,22 @@ def finished(path: Path, report: dict[str, Any]) -> list[dict[str, Any]]:
             raise SystemExit(f"{path} has {name} {earlier[name]!r}, and this call {report[name]!r}")
     runs: list[dict[str, Any]] = earlier["runs"]
     return runs
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Accuracy of FP8 against bfloat16.")
+    parser.add_argument("--gin-config-file", default="movielens_ranking_fp8.gin")
+    parser.add_argument("--gin-bindings", action="append", default=[])
+    parser.add_argument("--dataset-path", type=Path, required=True)
+    parser.add_argument("--iters", type=int, default=2000)
+    parser.add_argument("--eval-interval", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[BASE, "delayed", "tensorwise", "blockwise"])
+    parser.add_argument("--attention-mode", choices=ATTENTION_QUANTIZATIONS[1:], default="per-head")
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--done", type=Path, help="an earlier output, whose runs are kept")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fp8_linear_quality.json")
+    return parser
 
 
 if __name__ == "__main__":
