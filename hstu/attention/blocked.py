@@ -99,14 +99,17 @@ class _BlockedAttention(torch.autograd.Function):
         scratch = Scratch(plan, q, buffers=2)
         bias_grads = None if bias is None else BiasGrads.zeros(bias, dtype=scratch.dtype)
         mode = settings.quantization
-        of_scores = score_operands(q, k, v, grad_output, mode=mode, offsets=offsets)
+        of_scores = score_operands(q, k, v, grad_output, mode=mode, offsets=offsets, alpha=settings.alpha)
         for group, tiles in plan.groups:
             scores = GroupScores(group, plan.rules, bias, settings.alpha)
             operands = _gather(group, of_scores.q, of_scores.k, of_scores.v, of_scores.grad, scratch.dtype)
-            exact, rounding = operands, None
-            if mode != "bf16":
-                exact, rounding = _gather(group, q, k, v, grad_output, scratch.dtype), q.dtype
-            padded_grads = _group_backward(scores, tiles, operands, exact, rounding, bias_grads, scratch, settings)
+            others, rounding = operands, None
+            if of_scores.weight_scale is not None and of_scores.score_scale is not None:
+                scales = (of_scores.weight_scale, of_scores.score_scale)
+                rounding = _Rounding(q.dtype, *(scale_of_group(group, x, dtype=scratch.dtype) for x in scales))
+            elif mode != "bf16":
+                others, rounding = _gather(group, q, k, v, grad_output, scratch.dtype), _Rounding(q.dtype)
+            padded_grads = _group_backward(scores, tiles, operands, others, rounding, bias_grads, scratch, settings)
             for padded, grad in zip(padded_grads, grads, strict=True):
                 group.scatter(padded, into=grad)
         if bias is None or bias_grads is None:
@@ -123,6 +126,20 @@ class _GroupOperands:
     key: Tensor
     value: Tensor
     grad: Tensor
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How P and dS are rounded: to FP8 with scales (G * H, 1, 1), or without those to ``dtype``."""
+
+    dtype: torch.dtype
+    weight_scale: Tensor | None = None
+    score_scale: Tensor | None = None
+
+    def apply(self, weights: Tensor, grad_score: Tensor) -> tuple[Tensor, Tensor]:
+        if self.weight_scale is None or self.score_scale is None:
+            return weights.to(self.dtype).to(weights.dtype), grad_score.to(self.dtype).to(grad_score.dtype)
+        return round_weights(weights, self.weight_scale), round_weights(grad_score, self.score_scale)
 
 
 def _gather(group: UserGroup, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dtype: torch.dtype) -> _GroupOperands:
@@ -154,17 +171,17 @@ def _group_backward(
     scores: GroupScores,
     tiles: tuple[Tile, ...],
     operands: _GroupOperands,
-    exact: _GroupOperands,
-    rounding: torch.dtype | None,
+    others: _GroupOperands,
+    rounding: _Rounding | None,
     bias_grads: BiasGrads | None,
     scratch: Scratch,
     settings: _Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the group's q, k and v, (G * H, width, d) each; adds to ``bias_grads``.
 
-    operands: of S and dP; exact: of the products that follow, for which P and dS are rounded to ``rounding``.
+    operands: of S and dP; others: of the products that follow, for which P and dS are rounded.
     """
-    grad_query, grad_key, grad_value = (_zeros_like(x) for x in (exact.query, exact.key, exact.value))
+    grad_query, grad_key, grad_value = (_zeros_like(x) for x in (others.query, others.key, others.value))
     for tile in tiles:
         score = scores.compute(operands.query, operands.key, tile, scratch)
         batch, rows, keys = score.shape
@@ -175,10 +192,10 @@ def _group_backward(
         scores.hide(weights, tile)
         scores.hide(grad_score, tile)
         if rounding is not None:
-            weights, grad_score = (x.to(rounding).to(scratch.dtype) for x in (weights, grad_score))
-        grad_value[:, tile.keys] += torch.bmm(weights.transpose(1, 2), exact.grad[:, tile.rows])
-        grad_query[:, tile.rows] += torch.bmm(grad_score, exact.key[:, tile.keys])
-        grad_key[:, tile.keys] += torch.bmm(grad_score.transpose(1, 2), exact.query[:, tile.rows])
+            weights, grad_score = rounding.apply(weights, grad_score)
+        grad_value[:, tile.keys] += torch.bmm(weights.transpose(1, 2), others.grad[:, tile.rows])
+        grad_query[:, tile.rows] += torch.bmm(grad_score, others.key[:, tile.keys])
+        grad_key[:, tile.keys] += torch.bmm(grad_score.transpose(1, 2), others.query[:, tile.rows])
         if bias_grads is not None:
             scores.add_bias_grads(grad_score, tile, bias_grads, scale=settings.inverse_seqlen)
     scale = settings.alpha * settings.inverse_seqlen

@@ -19,8 +19,9 @@ def masking_of(rules: MaskRules) -> tuple[bool, str, int, int]:
     return (rules.causal, rules.contextual_mask, rules.max_attn_len, rules.target_group_size)
 
 
-def split_gradients(grads: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the gradients of q, k and v, in their shapes, of (T, H * (d_v + 2 * d_qk)) in the order v, q, k."""
-    parts = grads.split([x.shape[1] * x.shape[2] for x in (v, q, k)], dim=1)
-    dv, dq, dk = (part.view(x.shape) for part, x in zip(parts, (v, q, k), strict=True))
+def split_gradients(grads: Tensor, num_heads: int, qk_dim: int, v_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the gradients of q, k and v, (T, H, d) each, of (T, H * (d_v + 2 * d_qk)) in the order v, q, k."""
+    dims = (v_dim, qk_dim, qk_dim)
+    parts = grads.split([num_heads * dim for dim in dims], dim=1)
+    dv, dq, dk = (part.view(-1, num_heads, dim) for part, dim in zip(parts, dims, strict=True))
     return dq, dk, dv

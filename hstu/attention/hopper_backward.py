@@ -5,25 +5,29 @@ in flight, and products (``wgmma``) run while the scores of others are worked on
 user: what a product sums over is set to zero there, in shared memory.
 
 In FP8 (SCALES other than "none") S and dP are made of quantized operands, the ``x8`` and what a docstring names, and
-tiles start at multiples of their size; dV, dK and dQ are made of q, k and dO as they came.
+tiles start at multiples of their size. With "user" scales dV, dK and dQ are made of blocks of columns of FP8 q, k and
+dO, which hold zeros beyond the user's end; with the others of q, k and dO as they came.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper
+from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper, matrix_descriptor
 from genrec.hstu.attention.hopper_key_grad import key_grad_kernel
 from genrec.hstu.attention.hopper_key_grad_split import split_key_grad_kernel
 from genrec.hstu.attention.hopper_query_grad import query_grad_kernel
-from genrec.hstu.attention.quantization import ScoreTensors
+from genrec.hstu.attention.quantization import BLOCK, ScoreTensors
 from genrec.hstu.attention.request import Request
 from genrec.hstu.attention.triton_jit import gluon
-from genrec.hstu.attention.tuning import check_number, tunable
+from genrec.hstu.attention.tuning import LEAST_FP8_SUM, check_number, tunable
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class KeyTile:
     """Of dK and dV: rows against keys that a program takes at a time, and how many tiles of rows are in flight.
 
     split: one group of four warps sums dV, a second one dK, and num_warps is that of a group. Otherwise each group of
-    four warps sums both, of 64 keys at most.
+    four warps sums both, of 64 keys at most. held: keys and values stay in registers, unless split.
     """
 
     rows: int
@@ -39,6 +43,7 @@ class KeyTile:
     num_warps: int
     stages: int
     split: bool = False
+    held: bool = False
 
     def __post_init__(self) -> None:
         check_number("rows", self.rows, 16, 128, power_of_two=True)
@@ -107,7 +112,22 @@ SHORT_TILES = {
         query=QueryTile(64, 32, num_warps=4, key_stages=3, value_stages=3),
     ),
 }
+# With "user" scales. Not measured.
 FP8_TILES = {
+    64: BackwardTiles(
+        key=KeyTile(64, 64, num_warps=4, stages=3),
+        query=QueryTile(64, 64, num_warps=4, key_stages=3, value_stages=3, held=True),
+    ),
+    128: BackwardTiles(
+        key=KeyTile(64, 64, num_warps=4, stages=2),
+        query=QueryTile(64, 64, num_warps=4, key_stages=2, value_stages=2, held=True),
+    ),
+    256: BackwardTiles(
+        key=KeyTile(64, 64, num_warps=4, stages=2, split=True),
+        query=QueryTile(128, 64, num_warps=8, key_stages=2, value_stages=2),
+    ),
+}
+FP8_BLOCK_TILES = {
     64: BackwardTiles(
         key=KeyTile(64, 64, num_warps=4, stages=2),
         query=QueryTile(64, 64, num_warps=4, key_stages=2, value_stages=2),
@@ -123,38 +143,59 @@ FP8_TILES = {
 }
 # With a descale for each row, all of which are loaded for each tile.
 FP8_ROW_TILES = {
-    64: FP8_TILES[64],
+    64: FP8_BLOCK_TILES[64],
     128: BackwardTiles(
         key=KeyTile(32, 64, num_warps=4, stages=3),
         query=QueryTile(64, 32, num_warps=4, key_stages=3, value_stages=3),
     ),
-    256: FP8_TILES[256],
+    256: FP8_BLOCK_TILES[256],
 }
+
+
+def _check_fp8(tiles: BackwardTiles) -> None:
+    for name, size in (("key rows", tiles.key.rows), ("query keys", tiles.query.keys)):
+        if size < LEAST_FP8_SUM:
+            raise ValueError(f"FP8 takes {name} from {LEAST_FP8_SUM} on, not {size}")
+
+
 tunable("hopper_backward", TILES)
 tunable("hopper_backward_short", SHORT_TILES)
-tunable("hopper_backward_fp8", FP8_TILES)
+tunable("hopper_backward_fp8", FP8_TILES, check=_check_fp8)
+tunable("hopper_backward_fp8_block", FP8_BLOCK_TILES)
 tunable("hopper_backward_fp8_row", FP8_ROW_TILES)
 
 
 def _table(q: Tensor, request: Request, scales: str) -> dict[int, BackwardTiles]:
     """Tiles by the width of heads; scales: "none", or of the FP8 mode."""
-    tables = {"none": SHORT_TILES if request.has_short_users(q) else TILES, "row": FP8_ROW_TILES}
-    return tables.get(scales, FP8_TILES)
+    if scales == "none":
+        return SHORT_TILES if request.has_short_users(q) else TILES
+    return {"user": FP8_TILES, "block": FP8_BLOCK_TILES, "row": FP8_ROW_TILES}[scales]
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, request: Request, scales: str = "none") -> str | None:
     """Why :func:`backward` can't serve such tensors, (T, H, d) all, on this device; None if it can."""
     inputs, widths = (q, k, v, grad_output), _table(q, request, scales)
-    if gluon is None:
-        return "Triton with Gluon is not installed"
-    if not is_hopper(q):
-        return "it needs a GPU of compute capability 9.0"
-    if q.dtype not in (torch.bfloat16, torch.float16) or any(x.dtype != q.dtype for x in inputs):
+    if q.dtype not in HALF_PRECISION or any(x.dtype != q.dtype for x in inputs):
         return f"q, k, v and the gradient must share bfloat16 or float16, not {', '.join(str(x.dtype) for x in inputs)}"
-    if q.shape[2] not in widths or v.shape[2] != q.shape[2]:
-        return f"heads of q and v share a width of {', '.join(map(str, widths))}, not {q.shape[2]} and {v.shape[2]}"
     if not all(has_whole_rows(x) for x in inputs):
         return "TMA takes heads that lie side by side, in rows that start at multiples of 16 bytes"
+    return _why_not_here(q, q.shape[2], v.shape[2], request, widths)
+
+
+def why_not_fp8(grad_output: Tensor, qk_dim: int, request: Request) -> str | None:
+    """Why :func:`backward_fp8` can't serve a gradient (T, H, d_v); None if it can."""
+    if grad_output.dtype not in HALF_PRECISION:
+        return f"the gradient is bfloat16 or float16, not {grad_output.dtype}"
+    return _why_not_here(grad_output, qk_dim, grad_output.shape[2], request, FP8_TILES)
+
+
+def _why_not_here(x: Tensor, qk_dim: int, v_dim: int, request: Request, widths: Iterable[int]) -> str | None:
+    if gluon is None:
+        return "Triton with Gluon is not installed"
+    if not is_hopper(x):
+        return "it needs a GPU of compute capability 9.0"
+    if qk_dim not in widths or v_dim != qk_dim:
+        return f"heads of q and v share a width of {', '.join(map(str, widths))}, not {qk_dim} and {v_dim}"
     return None if request.bias is None else "it has no relative bias"
 
 
@@ -173,45 +214,82 @@ def backward(
     schedule: of :func:`genrec.hstu.attention.launch.make_schedule`. Every number is summed in one program, in the same
     order every time.
     """
+    scored = (None,) * 4 if fp8 is None else (fp8.q.values, fp8.k.values, fp8.v.values, fp8.grad.values)
+    q8, k8, v8, grad8 = scored
+    scales = "none" if fp8 is None else fp8.scales
+    tiles = _table(q, request, scales)[q.shape[2]]
+    rows, keys = tiles.key.rows, tiles.key.keys
+    by_key = _descriptors((q, rows), (k if k8 is None else k8, keys), (v if v8 is None else v8, keys))
+    by_key += _descriptors((grad_output, rows), (q8, rows), (grad8, rows))
+    rows, keys = tiles.query.rows, tiles.query.keys
+    query, value, of_output = (q, v, grad_output) if fp8 is None else (q8, v8, grad8)
+    by_query = _descriptors((query, rows), (k, keys), (value, keys), (of_output, rows), (k8, keys))
+    _launch(by_key, by_query, grads, schedule, request, tiles, fp8, scales, q)
+
+
+def backward_fp8(grads: tuple[Tensor, Tensor, Tensor], schedule: Tensor, request: Request, fp8: ScoreTensors) -> None:
+    """:func:`backward` where all products are of FP8 operands: ``fp8.products``."""
+    q, k, v, grad, products = fp8.q.values, fp8.k.values, fp8.v.values, fp8.grad.values, fp8.products
+    assert products is not None
+    dim = q.shape[2]
+    tiles = FP8_TILES[dim]
+    rows, keys = tiles.key.rows, tiles.key.keys
+    query, value, *others = _descriptors((k, keys), (v, keys), (q, rows), (grad, rows))
+    by_key = [_columns(products.q, rows), query, value, _columns(products.grad, rows), *others]
+    rows, keys = tiles.query.rows, tiles.query.keys
+    query, *others = _descriptors((q, rows), (v, keys), (grad, rows), (k, keys))
+    by_query = [query, _columns(products.k, keys), *others]
+    _launch(by_key, by_query, grads, schedule, request, tiles, fp8, fp8.scales, q)
+
+
+def _launch(
+    by_key: list[Any],
+    by_query: list[Any],
+    grads: tuple[Tensor, Tensor, Tensor],
+    schedule: Tensor,
+    request: Request,
+    tiles: BackwardTiles,
+    fp8: ScoreTensors | None,
+    scales: str,
+    q: Tensor,
+) -> None:
+    """by_key, by_query: the descriptors that the two kernels take; q: (T, H, d)."""
     dv, dq, dk = grads
     if request.num_users == 0:
         for x in grads:
             x.zero_()
         return
-    scored = (None,) * 4 if fp8 is None else (fp8.q.values, fp8.k.values, fp8.v.values, fp8.grad.values)
     descales = (None,) * 4 if fp8 is None else (fp8.q.descale, fp8.k.descale, fp8.v.descale, fp8.grad.descale)
-    q8, k8, v8, grad8 = scored
-    scales = "none" if fp8 is None else fp8.scales
+    weight_scale = score_scale = None
+    if fp8 is not None and fp8.products is not None:
+        weight_scale, score_scale = fp8.products.weight_scale, fp8.products.score_scale
+    dim = q.shape[2]
     batch = (schedule, *request.users(), *request.sizes(q), *request.factors())
-    constants = {"DIM": q.shape[2], **request.mask_constants(), "SCALES": scales}
-    tiles = _table(q, request, scales)[q.shape[2]]
-    by_key, by_query = tiles.key, tiles.query
-    rows, keys = by_key.rows, by_key.keys
-    if by_key.split and fp8 is not None and 4 * rows > q.shape[2]:  # slopes lie where v was
-        raise ValueError(f"split FP8 tiles have at most {q.shape[2] // 4} rows where heads are {q.shape[2]} wide")
-    kernel, options = (split_key_grad_kernel, {"REGISTERS": _REGISTERS}) if by_key.split else (key_grad_kernel, {})
+    constants = {"DIM": dim, **request.mask_constants(), "SCALES": scales}
+    rows, keys = tiles.key.rows, tiles.key.keys
+    if tiles.key.split and fp8 is not None and 4 * rows > dim:  # slopes lie where v was
+        raise ValueError(f"split FP8 tiles have at most {dim // 4} rows where heads are {dim} wide")
+    options: dict[str, Any] = {"REGISTERS": _REGISTERS} if tiles.key.split else {"HELD": tiles.key.held}
+    kernel = split_key_grad_kernel if tiles.key.split else key_grad_kernel
     kernel[request.grid(q, keys)](
-        *_descriptors((q, rows), (k if k8 is None else k8, keys), (v if v8 is None else v8, keys), (grad_output, rows)),
-        *_descriptors((q8, rows), (grad8, rows)),
-        *(*descales, dk, dv, dk.stride(0), *batch),
+        *by_key,
+        *(*descales, weight_scale, score_scale, dk, dv, dk.stride(0), *batch),
         ROWS=rows,
         KEYS=keys,
-        STAGES=by_key.stages,
-        num_warps=by_key.num_warps,
+        STAGES=tiles.key.stages,
+        num_warps=tiles.key.num_warps,
         **options,
         **constants,
     )
-    rows, keys = by_query.rows, by_query.keys
-    query, value, of_output = (q, v, grad_output) if fp8 is None else (q8, v8, grad8)
-    query_grad_kernel[request.grid(q, rows)](
-        *_descriptors((query, rows), (k, keys), (value, keys), (of_output, rows), (k8, keys)),
-        *(*descales, dq, dq.stride(0), *batch),
-        ROWS=rows,
-        KEYS=keys,
-        KEY_STAGES=by_query.key_stages,
-        VALUE_STAGES=by_query.value_stages,
-        HELD=by_query.held,
-        num_warps=by_query.num_warps,
+    query_grad_kernel[request.grid(q, tiles.query.rows)](
+        *by_query,
+        *(*descales, score_scale, dq, dq.stride(0), *batch),
+        ROWS=tiles.query.rows,
+        KEYS=tiles.query.keys,
+        KEY_STAGES=tiles.query.key_stages,
+        VALUE_STAGES=tiles.query.value_stages,
+        HELD=tiles.query.held,
+        num_warps=tiles.query.num_warps,
         **constants,
     )
 
@@ -223,3 +301,8 @@ _REGISTERS = 240
 def _descriptors(*tensors: tuple[Tensor | None, int]) -> list[Any]:
     """TMA descriptors of (T, H, d), each for tiles of so many rows of one head; None of None."""
     return [None if x is None else descriptor(x, rows) for x, rows in tensors]
+
+
+def _columns(tiles: Tensor, rows: int) -> Any:
+    """TMA descriptor of (num_slots, H, d, 128), for tiles of so many of a block's rows."""
+    return matrix_descriptor(tiles.view(-1, BLOCK), tiles.shape[2], rows)

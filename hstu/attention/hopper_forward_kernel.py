@@ -20,6 +20,7 @@ one a row of q and k and one a block and column of v ("row").
 
 from __future__ import annotations
 
+from genrec.hstu.attention.hopper_scores import as_operand
 from genrec.hstu.attention.hopper_tiles import find_rank
 from genrec.hstu.attention.triton_jit import (
     fence_async_shared,
@@ -147,31 +148,6 @@ def _weights(
 
 
 @gluon_jit
-def _as_operand(weights, layout: gl.constexpr, dtype: gl.constexpr):
-    """The weights in registers as the first operand of the product with values, without a move between threads."""
-    if dtype != gl.float8e4nv:
-        operand = gl.convert_layout(weights.to(dtype), layout)
-    else:
-        ROWS: gl.constexpr = weights.shape[0]
-        KEYS: gl.constexpr = weights.shape[1]
-        weights = weights.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, KEYS])
-        operand = gl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [gl.convert_layout(weights, layout)],
-            dtype=gl.float8e4nv,
-            is_pure=True,
-            pack=4,
-        )
-    return operand
-
-
-@gluon_jit
 def _wait_full(i, full, STAGES: gl.constexpr):
     mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
 
@@ -286,7 +262,7 @@ def _attend(
     if SCALES == "block" or SCALES == "row":
         total = gl.zeros([64, DIM], gl.float32, o_layout)
     output = warpgroup_mma_init(gl.zeros([64, DIM], gl.float32, o_layout))
-    operand = _as_operand(zeros, p_layout, dtype)
+    operand = as_operand(zeros, p_layout, dtype)
     mbarrier.wait(q_full, 0)
     query = queries.index(GROUP)
     if QUERY_IN_REGISTERS:
@@ -317,7 +293,7 @@ def _attend(
             )
             if GROUPS > 1:
                 mbarrier.arrive(v_empty.index((i + V_STAGES - 1) % V_STAGES), pred=i > 0)
-            operand = _as_operand(weights, p_layout, dtype)
+            operand = as_operand(weights, p_layout, dtype)
             if not EARLY:
                 next_scores = _start_scores(i + 1, query, k_ring, k_full, zeros, K_STAGES)
             output = _start_output(
@@ -365,7 +341,7 @@ def _attend(
     output, operand, total = _finish_output(
         output, operand, total, v_descale, slot, head, num_heads, last_key, DIM, SCALES, 0
     )
-    operand = _as_operand(weights, p_layout, dtype)
+    operand = as_operand(weights, p_layout, dtype)
     output = _start_output(
         num_tiles - 1, operand, output, v_ring, v_full, length - key, DIM, KEYS, V_STAGES, SCALES, True
     )

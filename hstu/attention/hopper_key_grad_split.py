@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN201, ANN202, SIM102
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005, SIM102
 """dK and dV on Hopper GPUs, in Gluon, each in a warp group of its own.
 
 With 256 dims the sums of dK and dV fill the registers of two warp groups. One computes S = K Q^T, P and dV = P^T dO,
@@ -9,8 +9,10 @@ and hands SiLU'(S) to the other, which computes dP = V dO^T, dS and dK = dS^T Q;
 from __future__ import annotations
 
 from genrec.hstu.attention.hopper_scores import (
+    as_operand,
     grad_of_scores,
     load_descales,
+    load_product_scale,
     load_user_descale,
     scaled,
     silu,
@@ -19,6 +21,7 @@ from genrec.hstu.attention.hopper_scores import (
 from genrec.hstu.attention.hopper_tiles import (
     changing_zero,
     fetch,
+    fetch_columns,
     find_tile,
     hold_operand,
     make_barriers,
@@ -36,6 +39,7 @@ from genrec.hstu.attention.triton_jit import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from genrec.hstu.attention.triton_schedule import FP8_BLOCK, find_first_slot
 from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked_tile, row_spans, user_parts
 
 
@@ -43,8 +47,8 @@ from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked
 def _load_rows(
     q_tiles, g_tiles, q8_tiles, g8_tiles, q_smem, g_smem, q8_smem, g8_smem,
     q_full, q_empty, g_full, g_empty, q8_full, q8_empty, g8_full, g8_empty,
-    begin, column, num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
+    begin, column, first_slot, head, num_heads, num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end,
+    ROWS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     for i in range(num_tiles):
         slot = i % STAGES
@@ -57,9 +61,23 @@ def _load_rows(
             mbarrier.wait(g8_empty.index(slot), parity)
             fetch(g8_tiles, g8_full.index(slot), g8_smem.index(slot), row, column, True)
             mbarrier.wait(g_empty.index(slot), parity)
-            fetch(g_tiles, g_full.index(slot), g_smem.index(slot), row, column, True)
+            if SCALES == "user":
+                mbarrier.expect(g_full.index(slot), g_tiles.block_type.nbytes)
+                fetch_columns(
+                    g_tiles, g_full.index(slot), g_smem.index(slot), first_slot, start, head, num_heads, True,
+                    DIM, FP8_BLOCK,
+                )  # fmt: skip
+            else:
+                fetch(g_tiles, g_full.index(slot), g_smem.index(slot), row, column, True)
             mbarrier.wait(q_empty.index(slot), parity)
-            fetch(q_tiles, q_full.index(slot), q_smem.index(slot), row, column, True)
+            if SCALES == "user":
+                mbarrier.expect(q_full.index(slot), q_tiles.block_type.nbytes)
+                fetch_columns(
+                    q_tiles, q_full.index(slot), q_smem.index(slot), first_slot, start, head, num_heads, True,
+                    DIM, FP8_BLOCK,
+                )  # fmt: skip
+            else:
+                fetch(q_tiles, q_full.index(slot), q_smem.index(slot), row, column, True)
         else:
             mbarrier.wait(q_empty.index(slot), parity)
             fetch(q_tiles, q_full.index(slot), q_smem.index(slot), row, column, True)
@@ -70,7 +88,7 @@ def _load_rows(
 @gluon_jit
 def _value_step(
     i, s, dv, k_smem, q_smem, g_smem, slope_smem, q_full, q_empty, g_full, g_empty, slope_full, slope_empty,
-    first, num_tiles, k_scale, q_scale, start, end, history_end, contexts, window, group_size,
+    first, num_tiles, k_scale, q_scale, weight_scale, start, end, history_end, contexts, window, group_size,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
     SCALES: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr,
@@ -92,12 +110,17 @@ def _value_step(
     slope_smem.index(buffer).store(slope.to(gl.float16))
     gl.thread_barrier()
     mbarrier.arrive(slope_full.index(buffer), count=1)
-    p = gl.convert_layout(p.to(g_smem.dtype), a_layout)
+    if SCALES == "user":
+        p = p * weight_scale
+    p = as_operand(p, a_layout, g_smem.dtype)
     mbarrier.wait(g_full.index(slot), (i // STAGES) & 1)
-    if MASKED:
+    if MASKED and SCALES != "user":
         if end < start + ROWS:
             zero_from(g_smem.index(slot), end - start, ROWS, DIM)
-    dv = warpgroup_mma(p, g_smem.index(slot), dv, is_async=True)
+    grad = g_smem.index(slot)
+    if SCALES == "user":
+        grad = grad.permute((1, 0))
+    dv = warpgroup_mma(p, grad, dv, is_async=True)
     mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=has_next)
     s = warpgroup_mma(
         k_smem.index(changing_zero(i, first)), q_smem.index(after).permute((1, 0)),
@@ -113,8 +136,8 @@ def _value_step(
 @gluon_jit
 def _value_group(
     k_smem, q_smem, g_smem, slope_smem, k_full, q_full, q_empty, g_full, g_empty, slope_full, slope_empty,
-    q_descale, k_descale, user, head, num_heads, begin, schedule, num_users,
-    out, grad_row, length, first, half_alpha, inverse_seqlen, history_end, contexts, window, group_size,
+    q_descale, k_descale, g_descale, weight_scales, user, head, num_heads, begin, schedule, num_users, out, grad_row,
+    length, first, half_alpha, inverse_seqlen, history_end, contexts, window, group_size,
     num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
@@ -122,10 +145,13 @@ def _value_group(
 ):  # fmt: skip
     """S, P and dV."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16 if SCALES == "none" else 32])
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_layout, k_width=2)
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 32 if SCALES == "user" else 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=sum_layout, k_width=4 if SCALES == "user" else 2
+    )
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, sum_layout)
+    weight_scale, value_factor = load_product_scale(weight_scales, g_descale, user, head, num_heads, 1.0, SCALES)
     if num_tiles > 0:
         k_scale = half_alpha * load_user_descale(q_descale, k_descale, user, head, num_heads, SCALES)
         k_scale *= load_descales(
@@ -150,7 +176,8 @@ def _value_group(
             )
             s, dv = _value_step(
                 i, s, dv, k_smem, q_smem, g_smem, slope_smem, q_full, q_empty, g_full, g_empty, slope_full,
-                slope_empty, first, num_tiles, k_scale, q_scale, start, end, history_end, contexts, window, group_size,
+                slope_empty, first, num_tiles, k_scale, q_scale, weight_scale, start, end,
+                history_end, contexts, window, group_size,
                 ROWS, KEYS, DIM, STAGES, True, CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, s_layout, a_layout,
             )  # fmt: skip
         for i in range(num_masked, num_tiles):
@@ -160,9 +187,12 @@ def _value_group(
             )  # fmt: skip
             s, dv = _value_step(
                 i, s, dv, k_smem, q_smem, g_smem, slope_smem, q_full, q_empty, g_full, g_empty, slope_full,
-                slope_empty, first, num_tiles, k_scale, q_scale, 0, 0, history_end, contexts, window, group_size,
+                slope_empty, first, num_tiles, k_scale, q_scale, weight_scale, 0, 0,
+                history_end, contexts, window, group_size,
                 ROWS, KEYS, DIM, STAGES, False, CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, s_layout, a_layout,
             )  # fmt: skip
+    if SCALES == "user":
+        inverse_seqlen = gl.where(num_tiles > 0, inverse_seqlen * value_factor, 0.0)  # the padding has no scales
     store(dv * inverse_seqlen, out, first, length, grad_row, KEYS, DIM, sum_layout)
 
 
@@ -183,12 +213,15 @@ def _key_step(
     gl.thread_barrier()
     mbarrier.arrive(slope_empty.index(buffer), count=1)
     ds = grad_of_scores(dp, slope, v_scale, g_scale, SCALES, MASKED)
-    ds = gl.convert_layout(ds.to(q_smem.dtype), a_layout)
+    ds = as_operand(ds, a_layout, q_smem.dtype)
     mbarrier.wait(q_full.index(slot), (i // STAGES) & 1)
-    if MASKED:
+    if MASKED and SCALES != "user":
         if count < ROWS:
             zero_from(q_smem.index(slot), count, ROWS, DIM)
-    dk = warpgroup_mma(ds, q_smem.index(slot), dk, is_async=True)
+    query = q_smem.index(slot)
+    if SCALES == "user":
+        query = query.permute((1, 0))
+    dk = warpgroup_mma(ds, query, dk, is_async=True)
     mbarrier.wait(g_full.index(after), ((i + 1) // STAGES) & 1, pred=has_next)
     dp = warpgroup_mma(
         step_operand(value, i, first, SCALES != "none"), g_smem.index(after).permute((1, 0)),
@@ -204,21 +237,26 @@ def _key_step(
 @gluon_jit
 def _key_group(
     v_smem, q_smem, g_smem, slope_smem, v_full, q_full, q_empty, g_full, g_empty, slope_full, slope_empty,
-    v_descale, g_descale, user, head, num_heads, begin, schedule, num_users,
+    q_descale, v_descale, g_descale, score_scales, user, head, num_heads, begin, schedule, num_users,
     out, grad_row, length, first, scale, num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """dP, dS and dK."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16 if SCALES == "none" else 32])
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_layout, k_width=2)
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 32 if SCALES == "user" else 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=sum_layout, k_width=4 if SCALES == "user" else 2
+    )
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     dk = gl.zeros([KEYS, DIM], gl.float32, sum_layout)
+    score_scale, key_factor = load_product_scale(score_scales, q_descale, user, head, num_heads, 0.5, SCALES)
     if num_tiles > 0:
         v_scale = load_user_descale(v_descale, g_descale, user, head, num_heads, SCALES) * load_descales(
             v_descale, user, head, num_heads, begin, schedule, num_users, first, length,
             KEYS, SCALES, gl.SliceLayout(1, s_layout),
         )  # fmt: skip
+        if SCALES == "user":
+            v_scale *= score_scale
         mbarrier.wait(v_full, 0)
         # In FP8 v moves to registers, and the slopes take its place.
         value = hold_operand(v_smem, SCALES != "none", s_layout)
@@ -255,13 +293,15 @@ def _key_group(
                 slope_empty, first, num_tiles, ROWS, v_scale, g_scale,
                 ROWS, KEYS, DIM, STAGES, False, SCALES, s_layout, a_layout,
             )  # fmt: skip
+    if SCALES == "user":
+        scale = gl.where(num_tiles > 0, scale * key_factor, 0.0)  # the padding has no scales
     store(dk * scale, out, first, length, grad_row, KEYS, DIM, sum_layout)
 
 
 @gluon_kernel
 def split_key_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, q8_tiles, g8_tiles, q_descale, k_descale, v_descale, g_descale,
-    dk, dv, grad_row, schedule, offsets, num_contexts, num_targets,
+    weight_scales, score_scales, dk, dv, grad_row, schedule, offsets, num_contexts, num_targets,
     num_users, num_rows, num_heads, window, group_size, half_alpha, inverse_seqlen,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
@@ -269,7 +309,8 @@ def split_key_grad_kernel(
 ):  # fmt: skip
     """Gradients of a tile of keys and their values, dV in one warp group and dK in another.
 
-    In FP8 ``k_tiles``, ``v_tiles``, ``q8_tiles`` and ``g8_tiles`` are of the quantized tensors.
+    In FP8 ``k_tiles``, ``v_tiles``, ``q8_tiles`` and ``g8_tiles`` are of the quantized tensors; with "user" scales
+    ``q_tiles`` and ``g_tiles`` are of their blocks of columns.
     """
     head = gl.program_id(0) % num_heads
     slot = gl.program_id(0) // num_heads
@@ -292,8 +333,8 @@ def split_key_grad_kernel(
     num_tiles = num_masked + gl.where(is_work, num_full, 0)
     k_smem = gl.allocate_shared_memory(k_tiles.dtype, [1, KEYS, DIM], k_tiles.layout)
     v_smem = gl.allocate_shared_memory(v_tiles.dtype, [1, KEYS, DIM], v_tiles.layout)
-    q_smem = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, ROWS, DIM], q_tiles.layout)
-    g_smem = gl.allocate_shared_memory(g_tiles.dtype, [STAGES, ROWS, DIM], g_tiles.layout)
+    q_smem = gl.allocate_shared_memory(q_tiles.dtype, [STAGES] + q_tiles.block_shape, q_tiles.layout)
+    g_smem = gl.allocate_shared_memory(g_tiles.dtype, [STAGES] + g_tiles.block_shape, g_tiles.layout)
     slope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], gl.float16)
     kv_full = make_barriers(2, 1)
     q_full = make_barriers(STAGES, 1)
@@ -323,6 +364,10 @@ def split_key_grad_kernel(
     fence_async_shared()
     row = (begin + first).to(gl.int32)
     column = head * DIM
+    first_slot = 0
+    if SCALES == "user":
+        first_slot = find_first_slot(user, schedule, num_users)
+        user = gl.where(is_work, user, 0)
     fetch(k_tiles, kv_full.index(0), k_smem.index(0), row, column, num_tiles > 0)
     fetch(v_tiles, kv_full.index(1), v_smem.index(0), row, column, num_tiles > 0)
     gl.warp_specialize(
@@ -331,7 +376,8 @@ def split_key_grad_kernel(
                 _value_group,
                 (
                     k_smem, q8_smem, g_smem, slope_smem, kv_full.index(0), q8_full, q8_empty, g_full, g_empty,
-                    slope_full, slope_empty, q_descale, k_descale, user, head, num_heads, begin, schedule, num_users,
+                    slope_full, slope_empty, q_descale, k_descale, g_descale, weight_scales,
+                    user, head, num_heads, begin, schedule, num_users,
                     dv, grad_row, length, first, half_alpha, inverse_seqlen,
                     history_end, contexts, window, group_size,
                     num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end,
@@ -342,7 +388,8 @@ def split_key_grad_kernel(
                 _key_group,
                 (
                     v_smem, q_smem, g8_smem, slope_smem, kv_full.index(1), q_full, q_empty, g8_full, g8_empty,
-                    slope_full, slope_empty, v_descale, g_descale, user, head, num_heads, begin, schedule, num_users,
+                    slope_full, slope_empty, q_descale, v_descale, g_descale, score_scales,
+                    user, head, num_heads, begin, schedule, num_users,
                     dk, grad_row, length, first, half_alpha * inverse_seqlen,
                     num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end, ROWS, KEYS, DIM, STAGES, SCALES,
                 ),
@@ -352,7 +399,8 @@ def split_key_grad_kernel(
                 (
                     q_tiles, g_tiles, q8_tiles, g8_tiles, q_smem, g_smem, q8_smem, g8_smem,
                     q_full, q_empty, g_full, g_empty, q8_full, q8_empty, g8_full, g8_empty,
-                    begin, column, num_tiles, num_masked, full, a, a_end, b, b_end, c, c_end, ROWS, STAGES, SCALES,
+                    begin, column, first_slot, head, num_heads, num_tiles, num_masked, full,
+                    a, a_end, b, b_end, c, c_end, ROWS, DIM, STAGES, SCALES,
                 ),
             ),
         ],

@@ -1,12 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN201, ANN202, SIM102
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005, SIM102
 """dQ on Hopper GPUs, in Gluon. :mod:`genrec.hstu.attention.hopper_backward` starts it."""
 
 from __future__ import annotations
 
-from genrec.hstu.attention.hopper_scores import grad_of_scores, load_descales, load_user_descale, scaled, silu
+from genrec.hstu.attention.hopper_scores import (
+    as_operand,
+    grad_of_scores,
+    load_descales,
+    load_product_scale,
+    load_user_descale,
+    scaled,
+    silu,
+)
 from genrec.hstu.attention.hopper_tiles import (
     fetch,
+    fetch_columns,
     find_tile,
     hold_operand,
     make_barriers,
@@ -26,15 +35,15 @@ from genrec.hstu.attention.triton_jit import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from genrec.hstu.attention.triton_schedule import count_blocks
+from genrec.hstu.attention.triton_schedule import FP8_BLOCK, count_blocks, find_first_slot
 from genrec.hstu.attention.triton_spans import align_spans, count_masked, key_spans, masked_tile, user_parts, visible
 
 
 @gluon_jit
 def _query_grad_step(
-    i, dq, query, grad, k_smem, k8_smem, v_smem, k_full, v_full, k_tiles, k8_tiles, v_tiles, k_row, v_row, column,
-    num_tiles, first, q_scale, g_scale, k_descale, v_descale, user, head, num_heads, begin, schedule, num_users, length,
-    start, end, history_end, contexts, window, group_size,
+    i, dq, query, grad, k_smem, k8_smem, v_smem, k_full, v_full, k_tiles, k8_tiles, v_tiles, k_row, k_start, v_row,
+    column, first_slot, num_tiles, first, q_scale, g_scale, k_descale, v_descale,
+    user, head, num_heads, begin, schedule, num_users, length, start, end, history_end, contexts, window, group_size,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     MASKED: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
@@ -44,7 +53,7 @@ def _query_grad_step(
     slot = i % KEY_STAGES
     value_slot = i % VALUE_STAGES
     mbarrier.wait(k_full.index(slot), (i // KEY_STAGES) & 1)
-    if MASKED:
+    if MASKED and SCALES != "user":
         if end < start + KEYS:
             zero_from(k_smem.index(slot), end - start, KEYS, DIM)
     s = warpgroup_mma(
@@ -61,8 +70,8 @@ def _query_grad_step(
     # All are done with the keys of the tile before, whose place takes the next ones.
     before = (i + KEY_STAGES - 1) % KEY_STAGES
     _fetch_keys(
-        k_tiles, k8_tiles, k_full.index(before), k_smem.index(before), k8_smem.index(before), k_row, column,
-        (i > 0) & (i + KEY_STAGES - 1 < num_tiles), SCALES,
+        k_tiles, k8_tiles, k_full.index(before), k_smem.index(before), k8_smem.index(before), k_row, k_start, column,
+        first_slot, head, num_heads, (i > 0) & (i + KEY_STAGES - 1 < num_tiles), DIM, SCALES,
     )  # fmt: skip
     k_scale = load_descales(
         k_descale, user, head, num_heads, begin, schedule, num_users, start, length,
@@ -85,23 +94,32 @@ def _query_grad_step(
     gl.thread_barrier()
     fetch(v_tiles, v_full.index(value_slot), v_smem.index(value_slot), v_row, column, i + VALUE_STAGES < num_tiles)
     ds = grad_of_scores(dp, slope, g_scale, v_scale, SCALES, MASKED)
-    return warpgroup_mma(gl.convert_layout(ds.to(k_smem.dtype), a_layout), k_smem.index(slot), dq, is_async=True)
+    key = k_smem.index(slot)
+    if SCALES == "user":
+        key = key.permute((1, 0))
+    return warpgroup_mma(as_operand(ds, a_layout, k_smem.dtype), key, dq, is_async=True)
 
 
 @gluon_jit
-def _fetch_keys(k_tiles, k8_tiles, ready, k_smem, k8_smem, row, column, pred, SCALES: gl.constexpr):
+def _fetch_keys(
+    k_tiles, k8_tiles, ready, k_smem, k8_smem, row, start, column, first_slot, head, num_heads, pred,
+    DIM: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
     if SCALES != "none":
         mbarrier.expect(ready, k_tiles.block_type.nbytes + k8_tiles.block_type.nbytes, pred=pred)
         tma.async_copy_global_to_shared(k8_tiles, [row, column], ready, k8_smem, pred=pred)
     else:
         mbarrier.expect(ready, k_tiles.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(k_tiles, [row, column], ready, k_smem, pred=pred)
+    if SCALES == "user":
+        fetch_columns(k_tiles, ready, k_smem, first_slot, start, head, num_heads, pred, DIM, FP8_BLOCK)
+    else:
+        tma.async_copy_global_to_shared(k_tiles, [row, column], ready, k_smem, pred=pred)
 
 
 @gluon_kernel
 def query_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, k8_tiles, q_descale, k_descale, v_descale, g_descale,
-    dq, grad_row, schedule, offsets, num_contexts, num_targets,
+    score_scales, dq, grad_row, schedule, offsets, num_contexts, num_targets,
     num_users, num_rows, num_heads, window, group_size, half_alpha, inverse_seqlen,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
@@ -109,13 +127,18 @@ def query_grad_kernel(
 ):  # fmt: skip
     """Gradient of a tile of rows' queries.
 
-    In FP8 ``q_tiles``, ``v_tiles``, ``g_tiles`` and ``k8_tiles`` are of the quantized tensors.
+    In FP8 ``q_tiles``, ``v_tiles``, ``g_tiles`` and ``k8_tiles`` are of the quantized tensors; with "user" scales
+    ``k_tiles`` is of blocks of columns.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, KEYS, 16 if SCALES == "none" else 32]
     )
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_layout, k_width=2)
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, DIM, 32 if SCALES == "user" else 16]
+    )
+    a_layout: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=sum_layout, k_width=4 if SCALES == "user" else 2
+    )
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     head = gl.program_id(0) % num_heads
     slot = gl.program_id(0) // num_heads
@@ -142,7 +165,7 @@ def query_grad_kernel(
     num_tiles = num_masked + num_full
     q_smem = gl.allocate_shared_memory(q_tiles.dtype, [1, ROWS, DIM], q_tiles.layout)
     g_smem = gl.allocate_shared_memory(g_tiles.dtype, [1, ROWS, DIM], g_tiles.layout)
-    k_smem = gl.allocate_shared_memory(k_tiles.dtype, [KEY_STAGES, KEYS, DIM], k_tiles.layout)
+    k_smem = gl.allocate_shared_memory(k_tiles.dtype, [KEY_STAGES] + k_tiles.block_shape, k_tiles.layout)
     v_smem = gl.allocate_shared_memory(v_tiles.dtype, [VALUE_STAGES, KEYS, DIM], v_tiles.layout)
     if SCALES != "none":
         k8_smem = gl.allocate_shared_memory(k8_tiles.dtype, [KEY_STAGES, KEYS, DIM], k8_tiles.layout)
@@ -154,14 +177,17 @@ def query_grad_kernel(
     fence_async_shared()
     row = begin.to(gl.int32)
     column = head * DIM
+    first_slot = 0
+    if SCALES == "user":
+        first_slot = find_first_slot(user, schedule, num_users)
     mbarrier.expect(qg_full.index(0), 2 * q_tiles.block_type.nbytes)
     tma.async_copy_global_to_shared(q_tiles, [row + first, column], qg_full.index(0), q_smem.index(0))
     tma.async_copy_global_to_shared(g_tiles, [row + first, column], qg_full.index(0), g_smem.index(0))
     for stage in gl.static_range(KEY_STAGES):
         start, _ = tile_span(stage, num_masked, full, a, a_end, b, b_end, c, c_end, d, d_end, KEYS)
         _fetch_keys(
-            k_tiles, k8_tiles, k_full.index(stage), k_smem.index(stage), k8_smem.index(stage), row + start, column,
-            stage < num_tiles, SCALES,
+            k_tiles, k8_tiles, k_full.index(stage), k_smem.index(stage), k8_smem.index(stage), row + start, start,
+            column, first_slot, head, num_heads, stage < num_tiles, DIM, SCALES,
         )  # fmt: skip
         if stage < VALUE_STAGES:
             fetch(v_tiles, v_full.index(stage), v_smem.index(stage), row + start, column, stage < num_tiles)
@@ -173,6 +199,9 @@ def query_grad_kernel(
     g_scale *= load_descales(
         g_descale, user, head, num_heads, begin, schedule, num_users, first, length, ROWS, SCALES, row_layout
     )
+    score_scale, query_factor = load_product_scale(score_scales, k_descale, user, head, num_heads, 0.5, SCALES)
+    if SCALES == "user":
+        g_scale *= score_scale
     mbarrier.wait(qg_full.index(0), 0)
     query = hold_operand(q_smem, HELD, s_layout)
     grad = hold_operand(g_smem, HELD, s_layout)
@@ -185,8 +214,8 @@ def query_grad_kernel(
         v_start, _ = tile_span(i + VALUE_STAGES, num_masked, full, a, a_end, b, b_end, c, c_end, d, d_end, KEYS)
         grad_query = _query_grad_step(
             i, grad_query, query, grad, k_smem, k8_smem, v_smem, k_full, v_full, k_tiles, k8_tiles, v_tiles,
-            row + k_start, row + v_start, column, num_tiles, first, q_scale, g_scale, k_descale, v_descale,
-            user, head, num_heads, begin, schedule, num_users, length, start, end,
+            row + k_start, k_start, row + v_start, column, first_slot, num_tiles, first, q_scale, g_scale,
+            k_descale, v_descale, user, head, num_heads, begin, schedule, num_users, length, start, end,
             history_end, contexts, window, group_size, ROWS, KEYS, DIM, KEY_STAGES, VALUE_STAGES, True,
             CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, HELD, s_layout, a_layout,
         )  # fmt: skip
@@ -194,10 +223,13 @@ def query_grad_kernel(
         start = full + (i - num_masked) * KEYS
         grad_query = _query_grad_step(
             i, grad_query, query, grad, k_smem, k8_smem, v_smem, k_full, v_full, k_tiles, k8_tiles, v_tiles,
-            row + start + (KEY_STAGES - 1) * KEYS, row + start + VALUE_STAGES * KEYS, column, num_tiles, first,
-            q_scale, g_scale, k_descale, v_descale, user, head, num_heads, begin, schedule, num_users, length, start, 0,
+            row + start + (KEY_STAGES - 1) * KEYS, start + (KEY_STAGES - 1) * KEYS,
+            row + start + VALUE_STAGES * KEYS, column, first_slot, num_tiles, first, q_scale, g_scale,
+            k_descale, v_descale, user, head, num_heads, begin, schedule, num_users, length, start, 0,
             history_end, contexts, window, group_size, ROWS, KEYS, DIM, KEY_STAGES, VALUE_STAGES, False,
             CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, HELD, s_layout, a_layout,
         )  # fmt: skip
     grad_query = warpgroup_mma_wait(0, deps=[grad_query])
+    if SCALES == "user":
+        half_alpha *= query_factor
     store(grad_query * (half_alpha * inverse_seqlen), dq, first, length, grad_row, ROWS, DIM, sum_layout)

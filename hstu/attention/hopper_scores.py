@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN201
-"""What scores go through in the Gluon kernels of backward: descales, SiLU and its derivative, the mask."""
+"""What scores go through in the Gluon kernels: descales, SiLU and its derivative, the mask, and rounding."""
 
 from __future__ import annotations
 
@@ -47,6 +47,22 @@ def load_user_descale(first, second, user, head, num_heads, SCALES: gl.constexpr
 
 
 @gluon_jit
+def load_product_scale(scales, descales, user, head, num_heads, FACTOR: gl.constexpr, SCALES: gl.constexpr):
+    """FACTOR times a user's and head's scale of P or dS, and what undoes it and the other operand's in a product.
+
+    For "user" scales, where P and dS are rounded to FP8; else 1 and 1. FACTOR: half for dS, as SiLU's slopes are twice
+    what they should be.
+    """
+    scale = 1.0
+    descale = 1.0
+    if SCALES == "user":
+        place = user * num_heads + head
+        scale = FACTOR * gl.load(scales + place)
+        descale = gl.load(descales + place) / scale
+    return scale, descale
+
+
+@gluon_jit
 def scaled(scores, down, across, SCALES: gl.constexpr):
     """Scores times the descales of their two sides."""
     if SCALES == "row":
@@ -65,6 +81,34 @@ def grad_of_scores(dp, slope, down, across, SCALES: gl.constexpr, MASKED: gl.con
     if MASKED:  # Beyond the user's end, where the slope is zero, dP may be anything.
         ds = gl.where(slope == 0.0, 0.0, ds)
     return ds
+
+
+@gluon_jit
+def as_operand(scores, layout: gl.constexpr, dtype: gl.constexpr):
+    """P or dS in registers as the first operand of the next product, without a move between threads.
+
+    In FP8 the other operand is a tile of columns, ``KEY_ORDER`` of :mod:`genrec.hstu.attention.quantization`.
+    """
+    if dtype != gl.float8e4nv:
+        operand = gl.convert_layout(scores.to(dtype), layout)
+    else:
+        ROWS: gl.constexpr = scores.shape[0]
+        KEYS: gl.constexpr = scores.shape[1]
+        scores = scores.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, KEYS])
+        operand = gl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [gl.convert_layout(scores, layout)],
+            dtype=gl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )
+    return operand
 
 
 @gluon_jit

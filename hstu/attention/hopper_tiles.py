@@ -56,6 +56,18 @@ def fetch(tiles, ready, memory, row, column, pred):
 
 
 @gluon_jit
+def fetch_columns(
+    tiles, ready, memory, first_slot, start, head, num_heads, pred, DIM: gl.constexpr, BLOCK: gl.constexpr
+):
+    """Start loading (DIM, rows) from row ``start`` of a user on, of blocks (num_slots, H, DIM, BLOCK) as a matrix.
+
+    The barrier ``ready`` is to expect it.
+    """
+    place = [((first_slot + start // BLOCK) * num_heads + head) * DIM, start % BLOCK]
+    tma.async_copy_global_to_shared(tiles, place, ready, memory, pred=pred)
+
+
+@gluon_jit
 def zero_from(tile, count, ROWS: gl.constexpr, DIM: gl.constexpr):
     """Set the rows of a tile in shared memory from ``count`` on to zero."""
     WIDTH: gl.constexpr = 64

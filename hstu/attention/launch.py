@@ -5,6 +5,7 @@ Heads of other widths than 32, 64, 128 and 256 are copied into the next of these
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -114,9 +115,7 @@ def backward(
         inputs = [as_blocks(x) for x in (q, k, v, grad_output)]
         with device_of(q):
             _launch_backward(inputs, parts, bias_grads, schedule, request, tiles, fp8)
-        if any(dim != block_of(dim) for dim in dims):
-            kept = [part.unflatten(1, (num_heads, -1))[..., :dim] for part, dim in zip(parts, dims, strict=True)]
-            grads = torch.cat([part.flatten(1) for part in kept], dim=1)
+        grads = _narrowed_grads(grads, num_heads, dims)
     else:
         grads = grads.new_empty(num_rows, num_heads * sum(dims))
     if request.bias is not None:
@@ -137,8 +136,7 @@ def _launch_backward(
     q, k, v, grad_output = inputs
     dv, dq, dk = parts
     qk_dim = q.shape[2]
-    scored = () if fp8 is None else (fp8.q, fp8.k, fp8.v, fp8.grad)
-    of_scores = [x.values for x in scored] + [x.descale for x in scored] if scored else [None] * 8
+    of_scores = _score_tensors(fp8)
     scales = "none" if fp8 is None else fp8.scales
     if hopper_backward.why_not(q, k, v, grad_output, request, scales) is None:
         hopper_backward.backward(q, k, v, grad_output, parts, schedule, request, fp8)
@@ -149,7 +147,7 @@ def _launch_backward(
     dq_sum_tiles = None if dq_sum is None else _descriptor(dq_sum, tiles.key_grad.rows)
     assert dq_sum is None or dq_sum_tiles is not None, "fresh rows of 32 float32 and more suit TMA"
     key_grad_kernel[request.grid(q, tiles.key_grad.keys)](
-        *(q, k, v, grad_output, *of_scores, dk, dv),
+        *(q, k, v, grad_output, *of_scores, None, None, dk, dv),
         *_descriptors(q, grad_output, tiles.key_grad.rows, tiles),
         dq_sum_tiles,
         schedule,
@@ -160,13 +158,67 @@ def _launch_backward(
         torch.mul(dq_sum.flatten(1), request.alpha / (2 * request.scaling_seqlen), out=dq)
         return
     query_grad_kernel[request.grid(q, tiles.query_grad.rows)](
-        *(q, k, v, grad_output, *of_scores, dq, *bias_grads),
+        *(q, k, v, grad_output, *of_scores, None, dq, *bias_grads),
         *_descriptors(k, v, tiles.query_grad.keys, tiles),
         schedule,
         *batch,
         **_constants(request, qk_dim, v.shape[2], tiles.query_grad, tiles.tanh, scales),
         SUMS=_BIAS_SUMS,
     )
+
+
+def backward_fp8(
+    grad_output: Tensor, schedule: Tensor, request: Request, tiles: Tiles, fp8: ScoreTensors, *, qk_dim: int
+) -> Tensor:
+    """The first result of :func:`backward`, where FP8 operands are all that products take: ``fp8.products``.
+
+    qk_dim: the width of q before it was quantized.
+    """
+    if tiles.fused:
+        raise ValueError("tiles with fused = True don't go with FP8 where scales are a user's or coarser")
+    num_rows, num_heads, v_dim = grad_output.shape
+    dims = (v_dim, qk_dim, qk_dim)
+    grads = grad_output.new_empty(num_rows, num_heads * sum(block_of(dim) for dim in dims))
+    if grads.numel() == 0:
+        return grads.new_empty(num_rows, num_heads * sum(dims))
+    dv, dq, dk = grads.split([num_heads * block_of(dim) for dim in dims], dim=1)
+    with device_of(grads):
+        if hopper_backward.why_not_fp8(grad_output, qk_dim, request) is None:
+            hopper_backward.backward_fp8((dv, dq, dk), schedule, request, fp8)
+        else:
+            _launch_backward_fp8((dv, dq, dk), schedule, request, tiles, fp8)
+    return _narrowed_grads(grads, num_heads, dims)
+
+
+def _launch_backward_fp8(
+    parts: tuple[Tensor, Tensor, Tensor], schedule: Tensor, request: Request, tiles: Tiles, fp8: ScoreTensors
+) -> None:
+    """parts: where the gradients of v, q and k go."""
+    dv, dq, dk = parts
+    q, v, products = fp8.q.values, fp8.v.values, fp8.products
+    assert products is not None
+    of_scores = _score_tensors(fp8)
+    batch = (*request.pointers(), *(0,) * 8, dq.stride(0), *_scalars(q, request))
+    constants = (request, q.shape[2], v.shape[2])
+    key_grad_kernel[request.grid(q, tiles.key_grad.keys)](
+        *(products.q, None, None, products.grad, *of_scores, products.weight_scale, products.score_scale, dk, dv),
+        *(None, None, None, schedule, *batch),
+        **_constants(*constants, tiles.key_grad, tiles.tanh, fp8.scales),
+    )
+    query_grad_kernel[request.grid(q, tiles.query_grad.rows)](
+        *(None, products.k, None, None, *of_scores, products.score_scale, dq, None, None),
+        *(None, None, schedule, *batch),
+        **_constants(*constants, tiles.query_grad, tiles.tanh, fp8.scales),
+        SUMS=_BIAS_SUMS,
+    )
+
+
+def _score_tensors(fp8: ScoreTensors | None) -> list[Any]:
+    """As kernels take them, values first."""
+    if fp8 is None:
+        return [None] * 8
+    tensors = (fp8.q, fp8.k, fp8.v, fp8.grad)
+    return [x.values for x in tensors] + [x.descale for x in tensors]
 
 
 def _scalars(q: Tensor, request: Request) -> tuple[float, ...]:
@@ -199,6 +251,15 @@ def _constants(
 def _narrowed(x: Tensor, dim: int) -> Tensor:
     """The first ``dim`` numbers of each head, without gaps."""
     return x if x.shape[2] == dim else x[:, :, :dim].contiguous()
+
+
+def _narrowed_grads(grads: Tensor, num_heads: int, dims: Sequence[int]) -> Tensor:
+    """(T, H * sum of dims) of gradients side by side in blocks' widths."""
+    if all(dim == block_of(dim) for dim in dims):
+        return grads
+    parts = grads.split([num_heads * block_of(dim) for dim in dims], dim=1)
+    kept = [part.unflatten(1, (num_heads, -1))[..., :dim] for part, dim in zip(parts, dims, strict=True)]
+    return torch.cat([part.flatten(1) for part in kept], dim=1)
 
 
 def _descriptors(first: Tensor, second: Tensor | None, rows: int, tiles: Tiles) -> list[Any]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from genrec.hstu.attention import quantize as kernels
-from genrec.hstu.attention.quantization import BLOCK, CELLS, SCALES, FP8Tensor, QuantizedBatch, grad_mode, num_slots
+from genrec.hstu.attention.quantization import (
+    BLOCK,
+    CELLS,
+    MAX_SLOPE,
+    SCALES,
+    FP8Tensor,
+    QuantizedBatch,
+    QuantizedGrad,
+    grad_mode,
+    num_slots,
+)
 from genrec.hstu.attention.request import Request, block_of, device_of, strides, with_dense_heads
 from genrec.hstu.precision.formats import E4M3
 
@@ -23,73 +34,112 @@ def quantize_batch(
     Descales of users without tokens and all of slots without a block are not written.
     """
     num_users, (num_rows, num_heads, _) = request.num_users, q.shape
+    has_products = needs_grad and SCALES[mode] == "user"
     query, key = (_empty_rows(x, num_users, mode) for x in (q, k))
     value = _empty_rows(v, num_users, mode) if needs_grad else None
-    tiles = _empty_tiles(v, num_users, mode)
-    norms_size = 2 * num_users * num_heads
+    v_descale = _empty_descale(v, num_users, mode) if value is None else value.descale
+    has_columns = SCALES[mode] == "row"
+    tiles = FP8Tensor(_empty_tiles(v, num_users), v_descale)
+    if has_columns:
+        tiles = replace(tiles, descale=v_descale.new_empty(tiles.values.shape[:3]))
+    other_tiles = [_empty_tiles(x, num_users) for x in (q, k)] if has_products else [None, None]
     weight_scale = q.new_empty(num_users, num_heads, dtype=torch.float32)
-    num_cells = _num_cells(mode, num_users, num_heads)
-    cells = torch.zeros(3 * num_cells + norms_size, dtype=torch.int32, device=q.device)
-    amax, norms = cells.split([3 * num_cells, norms_size])
+    num_cells, num_scales = _num_cells(mode, num_users, num_heads), num_users * num_heads
+    cells = torch.zeros(3 * num_scales + 6 * num_cells, dtype=torch.int32, device=q.device)
+    v_norm, norms, amax = cells.split([num_scales, 2 * num_scales, 6 * num_cells])
     if v.numel() > 0:
         q, k, v = (with_dense_heads(x) for x in (q, k, v))
-        parts = 3 if value is None else 4
         batch = (schedule, request.users()[0], *strides(q, k, v), num_users, num_rows, num_heads)
+        constants = _constants(q, v, mode, parts=3)
         with device_of(q):
             if num_cells > 0:
-                kernels.amax_kernel[_grid(q, request, 3)](
-                    q, k, v, amax, num_cells, *batch, **_constants(q, v, mode, parts=3)
-                )
-            kernels.quantize_kernel[_grid(q, request, parts)](
-                *(q, k, v, query.values, key.values, None if value is None else value.values, tiles.values),
-                *(query.descale, key.descale, None if value is None else value.descale, tiles.descale),
-                *(amax if num_cells > 0 else None, num_cells, norms),
+                kernels.amax_kernel[_grid(q, request, 3)](q, k, v, amax, num_cells, *batch, **constants)
+            kernels.quantize_kernel[_grid(q, request, 3)](
+                *(q, k, v, query.values, key.values, None if value is None else value.values),
+                *(_as_words(x) for x in (*other_tiles, tiles.values)),
+                *(query.descale, key.descale, v_descale, tiles.descale if has_columns else None),
+                *(amax if num_cells > 0 else None, num_cells, norms, v_norm if has_products else None),
                 *batch,
-                **_constants(q, v, mode, parts=parts),
+                **constants,
             )
-            if norms_size > 0:
-                kernels.weight_scale_kernel[(norms_size // 2 // _CELL_BLOCK + 1,)](
-                    norms, weight_scale, norms_size // 2, request.alpha, BLOCK=_CELL_BLOCK
-                )
-    return QuantizedBatch(q=query, k=key, v=value, v_tiles=tiles, weight_scale=weight_scale)
+            _bound_scale(norms[:num_scales], norms[num_scales:], weight_scale, abs(request.alpha))
+    return QuantizedBatch(
+        q=query,
+        k=key,
+        v=value,
+        v_tiles=tiles,
+        weight_scale=weight_scale,
+        q_tiles=other_tiles[0],
+        k_tiles=other_tiles[1],
+        v_norm=v_norm.view(torch.float32).view(num_users, num_heads) if has_products else None,
+    )
 
 
-def quantize_grad(grad: Tensor, schedule: Tensor, request: Request, *, mode: str) -> FP8Tensor:
-    """The output's gradient (T, H, d_v), where attention has this mode."""
+def quantize_grad(
+    grad: Tensor, schedule: Tensor, request: Request, *, mode: str, v_norm: Tensor | None = None
+) -> QuantizedGrad:
+    """:func:`genrec.hstu.attention.quantization.quantize_grad`, but for the width, which is a block's here.
+
+    mode: of the attention. v_norm: of :func:`quantize_batch`.
+    """
     num_users, (num_rows, num_heads, _) = request.num_users, grad.shape
     mode = grad_mode(mode)
-    result = _empty_rows(grad, num_users, mode)
+    rows = _empty_rows(grad, num_users, mode)
+    tiles = None if v_norm is None else _empty_tiles(grad, num_users)
+    score_scale = None if v_norm is None else torch.empty_like(v_norm)
+    num_cells, num_norms = _num_cells(mode, num_users, num_heads), 0 if v_norm is None else v_norm.numel()
+    cells = torch.zeros(2 * num_cells + num_norms, dtype=torch.int32, device=grad.device)
+    amax, norm = cells.split([2 * num_cells, num_norms])
     if grad.numel() > 0:
         grad = with_dense_heads(grad)
-        num_cells = _num_cells(mode, num_users, num_heads)
-        amax = torch.zeros(3 * num_cells, dtype=torch.int32, device=grad.device) if num_cells > 0 else None
         batch = (schedule, request.users()[0], *strides(grad, grad, grad), num_users, num_rows, num_heads)
+        constants = _constants(grad, grad, mode, parts=1)
         with device_of(grad):
-            if amax is not None:
-                kernels.amax_kernel[_grid(grad, request, 1)](
-                    grad, None, None, amax, num_cells, *batch, **_constants(grad, grad, mode, parts=1)
-                )
+            if num_cells > 0:
+                kernels.amax_kernel[_grid(grad, request, 1)](grad, None, None, amax, num_cells, *batch, **constants)
             kernels.quantize_kernel[_grid(grad, request, 1)](
-                *(grad, None, None, result.values, None, None, None, result.descale, None, None, None),
-                *(amax, num_cells, None),
+                *(None, None, grad, None, None, rows.values, None, None, _as_words(tiles)),
+                *(None, None, rows.descale, None),
+                *(amax if num_cells > 0 else None, num_cells, None, None if v_norm is None else norm),
                 *batch,
-                **_constants(grad, grad, mode, parts=1),
+                **constants,
             )
-    return result
+            if v_norm is not None and score_scale is not None:
+                _bound_scale(norm, v_norm.view(torch.int32), score_scale, MAX_SLOPE)
+    return QuantizedGrad(rows=rows, tiles=tiles, score_scale=score_scale)
+
+
+def _bound_scale(norms: Tensor, other_norms: Tensor, scale: Tensor, factor: float) -> None:
+    """Fill ``scale``, (B, H), from the bits of norms (B * H)."""
+    size = scale.numel()
+    if size > 0:
+        kernels.bound_scale_kernel[(size // _CELL_BLOCK + 1,)](
+            norms, other_norms, scale, size, factor, BLOCK=_CELL_BLOCK
+        )
 
 
 def _empty_rows(x: Tensor, num_users: int, mode: str) -> FP8Tensor:
     """Room for ``x`` by rows, in a block's width."""
     values = x.new_empty(*x.shape[:2], block_of(x.shape[2]), dtype=E4M3.dtype)
-    return FP8Tensor(values, x.new_empty(num_descales(x, num_users, mode), x.shape[1], dtype=torch.float32))
+    return FP8Tensor(values, _empty_descale(x, num_users, mode))
 
 
-def _empty_tiles(v: Tensor, num_users: int, mode: str) -> FP8Tensor:
-    """Room for ``v`` as tiles, in a block's width."""
-    slots, width = num_slots(v.shape[0], num_users), block_of(v.shape[2])
-    shape = (slots, v.shape[1], width) if SCALES[mode] == "row" else (num_descales(v, num_users, mode), v.shape[1])
-    values = v.new_empty(slots, v.shape[1], width, BLOCK, dtype=E4M3.dtype)
-    return FP8Tensor(values, v.new_empty(shape, dtype=torch.float32))
+def _empty_descale(x: Tensor, num_users: int, mode: str) -> Tensor:
+    return x.new_empty(num_descales(x, num_users, mode), x.shape[1], dtype=torch.float32)
+
+
+def _empty_tiles(x: Tensor, num_users: int) -> Tensor:
+    """Room for ``x`` (T, H, d) as tiles, in a block's width."""
+    return x.new_empty(*tiles_shape(x, num_users), dtype=E4M3.dtype)
+
+
+def tiles_shape(x: Tensor, num_users: int) -> tuple[int, int, int, int]:
+    """What the values of ``x`` (T, H, d) have as tiles."""
+    return (num_slots(x.shape[0], num_users), x.shape[1], block_of(x.shape[2]), BLOCK)
+
+
+def _as_words(tiles: Tensor | None) -> Tensor | None:
+    return None if tiles is None else tiles.view(torch.int32)
 
 
 def num_descales(x: Tensor, num_users: int, mode: str) -> int:

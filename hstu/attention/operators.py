@@ -187,7 +187,8 @@ def _split(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the weights of the bias, of those in buffers."""
     of_bias = zip((position_weight, time_weight), grads[1:], strict=True)
-    return *split_gradients(grads[0], q, k, v), *(None if x is None else grad.to(x.dtype) for x, grad in of_bias)
+    of_qkv = split_gradients(grads[0], q.shape[1], q.shape[2], v.shape[2])
+    return *of_qkv, *(None if x is None else grad.to(x.dtype) for x, grad in of_bias)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

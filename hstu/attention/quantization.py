@@ -17,8 +17,11 @@ per-block   128 tokens of a user, head  "block"   (num_slots, H)
 Blocks start at a user's first token. In O = P v the sum runs over tokens, so that "1xdim" takes 128 tokens of a column
 there. A scale is 448 / amax, a descale its inverse. But for q, k and the gradient of "1xdim", what a scale covers has
 later tokens in it (with "per-tensor" other users too): they move the rounding of earlier ones, as in every
-implementation of these modes. So does the weight scale, a power of two a user and head, but only of what is tiny.
+implementation of these modes. So do the scales of P and dS, powers of two a user and head, but only of what is tiny.
 The mask holds for all else.
+
+With "user" scales all products of backward are made of FP8 operands: P and dS are rounded with those scales. With the
+others dV = P^T dO, dQ = dS k and dK = dS^T q take q, k and dO as they came.
 
 Numbers that are not finite become NaN, which no product hides, and don't count for an amax. What covers only zeros has
 scale 1. Tokens that belong to no user are zeros and count nowhere.
@@ -52,6 +55,8 @@ SCALES = {mode: cell if cell in ("block", "row") else "user" for mode, cell in C
 # Descales stay normal float32 numbers, which nothing flushes to zero.
 MAX_SCALE = 2.0**126
 MAX_WEIGHT_EXPONENT = 60
+# Beyond the largest derivative of SiLU, 1.0998, by more than tanh.approx.f32 and FP8 tensor cores' sums err.
+MAX_SLOPE = 1.125
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,9 @@ class QuantizedBatch:
     q, k: (T, H, d_qk). v: (T, H, d_v), for dP = dO v^T; None where no gradient is wanted. v_tiles: (num_slots, H, d_v,
     128), for O = P v: blocks of v transposed, zeros beyond the user's end, keys in the order of ``KEY_ORDER``.
     weight_scale: (B, H), the power of two that P = SiLU(S) is multiplied with before its cast.
+
+    Only with "user" scales, and where a gradient is wanted: q_tiles, k_tiles, values of q and k as v_tiles are of v,
+    for dK = dS^T q and dQ = dS k; v_norm: (B, H), the norm of the longest row of v.
     """
 
     q: FP8Tensor
@@ -76,17 +84,51 @@ class QuantizedBatch:
     v: FP8Tensor | None
     v_tiles: FP8Tensor
     weight_scale: Tensor
+    q_tiles: Tensor | None = None
+    k_tiles: Tensor | None = None
+    v_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedGrad:
+    """The output's gradient in FP8, (T, H, d_v).
+
+    Only with "user" scales: tiles, its values as those of v in :class:`QuantizedBatch`, for dV = P^T dO; score_scale:
+    (B, H), the power of two that dS is multiplied with before its cast.
+    """
+
+    rows: FP8Tensor
+    tiles: Tensor | None = None
+    score_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ProductTensors:
+    """What backward makes dV = P^T dO, dQ = dS k and dK = dS^T q of in FP8.
+
+    Tiles of q, k and the gradient, and the powers of two that P and dS are multiplied with, (B, H).
+    """
+
+    q: Tensor
+    k: Tensor
+    grad: Tensor
+    weight_scale: Tensor
+    score_scale: Tensor
 
 
 @dataclass(frozen=True)
 class ScoreTensors:
-    """What backward makes S = alpha q k^T and dP = grad v^T of in FP8; scales: of the mode."""
+    """What backward makes S = alpha q k^T and dP = grad v^T of in FP8; scales: of the mode.
+
+    products: of the other three products; None where they are not in FP8.
+    """
 
     q: FP8Tensor
     k: FP8Tensor
     v: FP8Tensor
     grad: FP8Tensor
     scales: str
+    products: ProductTensors | None = None
 
 
 def _key_order() -> tuple[int, ...]:
@@ -151,13 +193,29 @@ def quantize_batch(
     """q, k: (T, H, d_qk), v: (T, H, d_v), strided as they may be."""
     places = Places.of(offsets, q.shape[0])
     query, key = (quantize_rows(x, mode=mode, places=places) for x in (q, k))
+    value = quantize_rows(v, mode=mode, places=places) if needs_grad else None
+    has_products = value is not None and SCALES[mode] == "user"
+    columns = quantize_columns(v, mode=mode, places=places)
     return QuantizedBatch(
         q=query,
         k=key,
-        v=quantize_rows(v, mode=mode, places=places) if needs_grad else None,
-        v_tiles=_tiles(quantize_columns(v, mode=mode, places=places), places),
+        v=value,
+        v_tiles=replace(columns, values=_tiles(columns.values, places)),
         weight_scale=weight_scale(query, key, mode=mode, places=places, alpha=alpha),
+        q_tiles=_tiles(query.values, places) if has_products else None,
+        k_tiles=_tiles(key.values, places) if has_products else None,
+        v_norm=longest_row(value, mode=mode, places=places) if value is not None and has_products else None,
     )
+
+
+def quantize_grad(grad: Tensor, *, mode: str, offsets: Tensor, v_norm: Tensor | None = None) -> QuantizedGrad:
+    """grad: (T, H, d_v), the output's gradient, strided as it may be; v_norm: of :class:`QuantizedBatch`."""
+    places, mode = Places.of(offsets, grad.shape[0]), grad_mode(mode)
+    rows = quantize_rows(grad, mode=mode, places=places)
+    if v_norm is None:
+        return QuantizedGrad(rows)
+    norm = longest_row(rows, mode=mode, places=places)
+    return QuantizedGrad(rows, tiles=_tiles(rows.values, places), score_scale=score_scale(norm, v_norm))
 
 
 def quantize_rows(x: Tensor, *, mode: str, places: Places) -> FP8Tensor:
@@ -189,13 +247,32 @@ def dequantize_columns(x: FP8Tensor, *, mode: str, places: Places, dtype: torch.
 
 
 def weight_scale(q: FP8Tensor, k: FP8Tensor, *, mode: str, places: Places, alpha: float) -> Tensor:
-    """(B, H): the largest power of two that can't take P beyond 448, at most 2^60; 1 where P is 0.
+    """(B, H): what P is multiplied with before its cast, by :func:`_power_below`.
 
-    |SiLU(S)| <= |S| <= alpha |q| |k|, with the norms of the longest rows of the user and head, as they are in FP8. NaN
-    where that takes less than 2^-60: of such scores nothing is hidden.
+    |SiLU(S)| <= |S| <= alpha |q| |k|, with the norms of the longest rows of the user and head, as they are in FP8.
     """
-    norms = [_largest_of(_norms(x, mode, places), places.user, places.num_users + 1)[:-1] for x in (q, k)]
-    bound = norms[0] * norms[1] * abs(alpha)
+    norms = [longest_row(x, mode=mode, places=places) for x in (q, k)]
+    return _power_below(norms[0] * norms[1] * abs(alpha))
+
+
+def score_scale(grad_norm: Tensor, v_norm: Tensor) -> Tensor:
+    """(B, H): what dS = SiLU'(S) dP, without alpha / N, is multiplied with before its cast, by :func:`_power_below`.
+
+    |dS| <= 1.1 |dP| <= 1.1 |dO| |v|, with the norms of :func:`longest_row`.
+    """
+    return _power_below(grad_norm * v_norm * MAX_SLOPE)
+
+
+def longest_row(x: FP8Tensor, *, mode: str, places: Places) -> Tensor:
+    """(B, H): the norm of the longest row of each user and head, as it is in FP8; NaN counts as 0."""
+    return _largest_of(_norms(x, mode, places), places.user, places.num_users + 1)[:-1]
+
+
+def _power_below(bound: Tensor) -> Tensor:
+    """The largest power of two that can't take what is within ``bound`` beyond 448, at most 2^60; 1 where that is 0.
+
+    NaN where that takes less than 2^-60: of such numbers nothing is hidden.
+    """
     exponent = _exponent(torch.full_like(bound, E4M3.max) / bound).clamp(max=MAX_WEIGHT_EXPONENT)
     scale = torch.where(exponent < -MAX_WEIGHT_EXPONENT, torch.nan, _power_of_two(exponent))
     return torch.where(bound > 0, scale, 1.0)
@@ -272,11 +349,11 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _tiles(columns: FP8Tensor, places: Places) -> FP8Tensor:
-    """Values (T, H, d) as (num_slots, H, d, 128) in ``KEY_ORDER``."""
-    values = columns.values.view(torch.uint8)  # which torch can index
+def _tiles(values: Tensor, places: Places) -> Tensor:
+    """FP8 values (T, H, d) as (num_slots, H, d, 128) in ``KEY_ORDER``."""
+    values = values.view(torch.uint8)  # which torch can index
     tiles = values.new_zeros(places.num_slots, BLOCK, *values.shape[1:])
     own = places.user < places.num_users
     tiles[places.slot[own], places.place[own]] = values[own]
     tiles = tiles[:, list(KEY_ORDER)].permute(0, 2, 3, 1).contiguous()
-    return replace(columns, values=tiles.view(E4M3.dtype))
+    return tiles.view(E4M3.dtype)

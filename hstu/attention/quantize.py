@@ -3,7 +3,11 @@
 """Kernels that quantize attention's operands to FP8, as :mod:`genrec.hstu.attention.quantization` defines it.
 
 A program takes 128 tokens of a user and head, of q, k or v, in the slots of
-:mod:`genrec.hstu.attention.triton_schedule`. Scales of a tensor, user or head take a pass of ``amax_kernel`` before.
+:mod:`genrec.hstu.attention.triton_schedule`, loads them once and writes them in all forms that products take. Scales of
+a tensor, user or head take a pass of ``amax_kernel`` before, which also says where a look at each number is needed.
+
+Tokens come as four parts of 32: four numbers of a column, one of each part, are a word of a tile in ``KEY_ORDER``, and
+words are what is transposed.
 """
 
 from __future__ import annotations
@@ -15,17 +19,17 @@ from genrec.hstu.precision.formats import E4M3
 
 _BLOCK = constexpr(quantization.BLOCK)
 _MAX = constexpr(E4M3.max)
+_INFINITY = constexpr(0x7F800000)
 _MAX_SCALE = constexpr(quantization.MAX_SCALE)
 _MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
 
 @jit
-def _load_block(x, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """(128, DIM_BLOCK) in float32 from row ``first`` on; zeros from row ``end`` on and beyond DIM."""
-    rows = tl.arange(0, _BLOCK)
+def _load_block(x, rows, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """(len(rows), DIM_BLOCK) in float32; zeros of rows from ``end`` on and beyond DIM."""
     dims = tl.arange(0, DIM_BLOCK)
-    pointers = x + tl.cast(first, tl.int64) * x_row + (rows[:, None] * x_row + dims[None, :])
-    mask = (first + rows < end)[:, None]
+    pointers = x + (rows.to(tl.int64)[:, None] * x_row + dims[None, :])
+    mask = (rows < end)[:, None]
     if DIM < DIM_BLOCK:
         mask = mask & (dims < DIM)[None, :]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -35,6 +39,11 @@ def _load_block(x, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 def _magnitudes(x):
     magnitudes = tl.abs(x)
     return tl.where(magnitudes < float("inf"), magnitudes, 0.0)  # NaN is less than nothing
+
+
+@jit
+def _finite_or_nan(x):
+    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
 @jit
@@ -49,8 +58,7 @@ def _descale_of(scale):
 
 @jit
 def _to_fp8(x, scale):
-    values = tl.clamp(x * scale, -_MAX, _MAX)
-    return tl.where(tl.abs(x) < float("inf"), values, float("nan")).to(tl.float8e4nv)
+    return (x * scale).to(tl.float8e4nv)  # which saturates
 
 
 @jit
@@ -65,11 +73,15 @@ def _cell(user, head, num_heads, CELLS: tl.constexpr):
 
 
 @jit
-def _add_amax(x, amax, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    block = _load_block(x, first, end, x_row, DIM, DIM_BLOCK)
-    largest = tl.max(tl.max(_magnitudes(block), axis=1), axis=0)
-    # Of numbers that are not negative the order is that of their bits.
-    tl.atomic_max(amax, largest.to(tl.int32, bitcast=True), sem="relaxed")
+def _add_amax(x, amax, spoiled, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    block = _load_block(x, first + tl.arange(0, _BLOCK), end, x_row, DIM, DIM_BLOCK)
+    # Of numbers that are not negative the order is that of their bits; infinity and NaN are above all.
+    bits = block.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits)
+    if largest >= _INFINITY:
+        largest = tl.max(tl.where(bits < _INFINITY, bits, 0))
+        tl.atomic_max(spoiled, 1, sem="relaxed")
+    tl.atomic_max(amax, largest, sem="relaxed")
 
 
 @kernel(per_batch=[*PER_BATCH, "num_cells"])
@@ -79,7 +91,10 @@ def amax_kernel(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """amax: (PARTS, num_cells) int32, the bits of the largest magnitudes of the first 1 to 3 PARTS of q, k, v."""
+    """amax: (2, PARTS, num_cells) int32, from 0 on, of the first 1 to 3 PARTS of q, k, v.
+
+    The bits of the largest finite magnitudes, then 1 where there are others.
+    """
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % num_heads
     slot = tl.program_id(0) // PARTS // num_heads
@@ -88,101 +103,175 @@ def amax_kernel(
     if (first >= length) | (user == num_users):
         return
     amax += part * num_cells + _cell(user, head, num_heads, CELLS)
+    spoiled = amax + PARTS * num_cells
     if part == 0:
-        _add_amax(q + begin * q_row + head * q_head, amax, first, length, q_row, QK_DIM, QK_BLOCK)
+        _add_amax(q + begin * q_row + head * q_head, amax, spoiled, first, length, q_row, QK_DIM, QK_BLOCK)
     if PARTS > 1:
         if part == 1:
-            _add_amax(k + begin * k_row + head * k_head, amax, first, length, k_row, QK_DIM, QK_BLOCK)
+            _add_amax(k + begin * k_row + head * k_head, amax, spoiled, first, length, k_row, QK_DIM, QK_BLOCK)
         if part == 2:
-            _add_amax(v + begin * v_row + head * v_head, amax, first, length, v_row, V_DIM, V_BLOCK)
+            _add_amax(v + begin * v_row + head * v_head, amax, spoiled, first, length, v_row, V_DIM, V_BLOCK)
 
 
 @jit
-def _scale_of_block(magnitudes, amax, CELLS: tl.constexpr):
-    """Of a block's rows: one number, or with "row" (128,)."""
-    if CELLS == "row":
-        return _scale_of(tl.max(magnitudes, axis=1))
-    elif CELLS == "block":
-        return _scale_of(tl.max(tl.max(magnitudes, axis=1), axis=0))
-    elif CELLS == "none":
-        return tl.full((), 1.0, tl.float32)
-    else:
-        return _scale_of(tl.load(amax).to(tl.float32, bitcast=True))
+def _part_rows(PART: tl.constexpr):
+    """(32,): which tokens of a block are byte PART of the words of a column."""
+    words = tl.arange(0, _BLOCK // 4)
+    return words // 4 * 16 + words % 4 * 2 + (PART // 2 * 8 + PART % 2)
 
 
 @jit
-def _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS: tl.constexpr):
-    if CELLS == "row":
-        rows = first + tl.arange(0, _BLOCK)
-        tl.store(descale + (begin + rows) * num_heads + head, _descale_of(scale), mask=rows < length)
-    elif CELLS == "block":
+def _store_descale(descale, scale, slot, user, first, head, num_users, num_heads, CELLS: tl.constexpr):
+    """Of a block or a whole user."""
+    if CELLS == "block":
         tl.store(descale + slot * num_heads + head, _descale_of(scale))
     else:
         tl.store(descale + user * num_heads + head, _descale_of(scale), mask=(first == 0) & (user < num_users))
 
 
 @jit
-def _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK: tl.constexpr):
-    """To (T, H, DIM_BLOCK)."""
-    rows = first + tl.arange(0, _BLOCK)[:, None]
-    places = ((begin + rows) * num_heads + head) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)[None, :]
-    tl.store(out + places, values, mask=rows < length)
+def _store_rows(values, out, rows, length, num_heads, DIM_BLOCK: tl.constexpr):
+    """To a head of (T, H, DIM_BLOCK), from the user's first row on."""
+    places = rows.to(tl.int64)[:, None] * (num_heads * DIM_BLOCK) + tl.arange(0, DIM_BLOCK)[None, :]
+    tl.store(out + places, values, mask=(rows < length)[:, None])
 
 
 @jit
-def _quantize_rows(
-    x, out, descale, amax, norm, user, slot, begin, first, length, head, x_row, x_head, num_users, num_heads,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
-):  # fmt: skip
-    """A block as operand of products over its columns; norm: the cell with the bits of the longest row's norm."""
-    x += begin * x_row + head * x_head
-    block = _load_block(x, first, length, x_row, DIM, DIM_BLOCK)
-    if user == num_users:
-        block = tl.zeros_like(block)
-    scale = _scale_of_block(_magnitudes(block), amax, CELLS)
-    values = _to_fp8(block, scale[:, None] if CELLS == "row" else scale)
-    _store_rows(values, out, begin, first, length, head, num_heads, DIM_BLOCK)
-    _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS)
-    if norm is not None:
-        exact = values.to(tl.float32)
+def _square_sums(values, SPOILED: tl.constexpr):
+    exact = values.to(tl.float32)
+    if SPOILED:
         exact = tl.where(exact == exact, exact, 0.0)
-        norms = tl.sqrt_rn(tl.sum(exact * exact, axis=1)) * _descale_of(scale)
-        longest = tl.max(norms, axis=0)
-        tl.atomic_max(norm, longest.to(tl.int32, bitcast=True), mask=user < num_users, sem="relaxed")
+    return tl.sum(exact * exact, axis=1)
 
 
 @jit
-def _quantize_tile(
-    v, tiles, descale, amax, user, slot, begin, first, length, head, v_row, v_head, num_users, num_heads,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
+def _longest_row(a, b, c, d, SPOILED: tl.constexpr):
+    """The largest sum of a row's squares, of four parts of a block in FP8."""
+    first = tl.maximum(_square_sums(a, SPOILED), _square_sums(b, SPOILED))
+    second = tl.maximum(_square_sums(c, SPOILED), _square_sums(d, SPOILED))
+    return tl.max(tl.maximum(first, second), axis=0)
+
+
+@jit
+def _add_norm(norm, sums, descale, is_own):
+    """sums: of squares of one row or of many, each with its descale; norm: the bits of the longest row's."""
+    norms = tl.sqrt_rn(sums) * descale
+    if len(norms.shape) > 0:
+        norms = tl.max(norms, axis=0)
+    tl.atomic_max(norm, norms.to(tl.int32, bitcast=True), mask=is_own, sem="relaxed")
+
+
+@jit
+def _words(a, b, c, d):
+    """Four bytes in each int32, that of ``a`` the lowest."""
+    low = a.to(tl.uint8, bitcast=True).to(tl.int32) | (b.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+    high = c.to(tl.uint8, bitcast=True).to(tl.int32) | (d.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+    return low | (high << 16)
+
+
+@jit
+def _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK: tl.constexpr):
+    """A block transposed, in ``quantization.KEY_ORDER``, as words: tiles (num_slots, H, DIM_BLOCK, 32) int32."""
+    WORDS: tl.constexpr = _BLOCK // 4
+    tiles += (slot * num_heads + head).to(tl.int64) * (DIM_BLOCK * WORDS)
+    places = tl.arange(0, DIM_BLOCK)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(tiles + places, tl.trans(_words(a, b, c, d)))
+
+
+@jit
+def _quantize_rows_alone(x, out, descale, norm, rows, length, is_own, head, num_heads, DIM_BLOCK: tl.constexpr):
+    """A part of a block with a scale for each row."""
+    scale = _scale_of(tl.max(_magnitudes(x), axis=1))
+    values = _to_fp8(_finite_or_nan(x), scale[:, None])
+    _store_rows(values, out, rows, length, num_heads, DIM_BLOCK)
+    tl.store(descale + rows * num_heads, _descale_of(scale), mask=rows < length)
+    if norm is not None:
+        _add_norm(norm, _square_sums(values, True), _descale_of(scale), is_own)
+
+
+@jit
+def _quantize(
+    x, out, tiles, descale, tile_descale, amax, spoiled, norm, user, slot, begin, first, length, head, x_row, x_head,
+    num_users, num_heads, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """A block of v as operand of products over its rows: transposed, in ``quantization.KEY_ORDER``."""
-    block = _load_block(v + begin * v_row + head * v_head, first, length, v_row, DIM, DIM_BLOCK)
+    """A block by rows, to ``out``, and as tile, unless these are None. norm: the cell for the longest row's, or None.
+
+    tile_descale: with "row" scales, where tiles have their own, of columns.
+    """
+    is_own = user < num_users
+    x += begin * x_row + head * x_head
+    end = tl.where(is_own, length, 0)  # the padding is zeros, whatever it holds
+    rows_a, rows_b = first + _part_rows(0), first + _part_rows(1)
+    rows_c, rows_d = first + _part_rows(2), first + _part_rows(3)
+    a = _load_block(x, rows_a, end, x_row, DIM, DIM_BLOCK)
+    b = _load_block(x, rows_b, end, x_row, DIM, DIM_BLOCK)
+    c = _load_block(x, rows_c, end, x_row, DIM, DIM_BLOCK)
+    d = _load_block(x, rows_d, end, x_row, DIM, DIM_BLOCK)
+    if out is not None:
+        out += (begin * num_heads + head) * DIM_BLOCK
     if CELLS == "row":
-        scale = _scale_of(tl.max(_magnitudes(block), axis=0))
-        columns = tl.arange(0, DIM_BLOCK)
-        tl.store(descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(scale))
-        values = _to_fp8(block, scale[None, :])
+        if out is not None:
+            descale += begin * num_heads + head
+            _quantize_rows_alone(a, out, descale, norm, rows_a, length, is_own, head, num_heads, DIM_BLOCK)
+            _quantize_rows_alone(b, out, descale, norm, rows_b, length, is_own, head, num_heads, DIM_BLOCK)
+            _quantize_rows_alone(c, out, descale, norm, rows_c, length, is_own, head, num_heads, DIM_BLOCK)
+            _quantize_rows_alone(d, out, descale, norm, rows_d, length, is_own, head, num_heads, DIM_BLOCK)
+        if tiles is not None:
+            if is_own:
+                low = tl.maximum(tl.max(_magnitudes(a), axis=0), tl.max(_magnitudes(b), axis=0))
+                high = tl.maximum(tl.max(_magnitudes(c), axis=0), tl.max(_magnitudes(d), axis=0))
+                scale = _scale_of(tl.maximum(low, high))
+                columns = tl.arange(0, DIM_BLOCK)
+                tl.store(tile_descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(scale))
+                scale = scale[None, :]
+                _store_tile(
+                    _to_fp8(_finite_or_nan(a), scale), _to_fp8(_finite_or_nan(b), scale),
+                    _to_fp8(_finite_or_nan(c), scale), _to_fp8(_finite_or_nan(d), scale),
+                    tiles, slot, head, num_heads, DIM_BLOCK,
+                )  # fmt: skip
     else:
-        scale = _scale_of_block(_magnitudes(block), amax, CELLS)
-        _store_descale(descale, scale, user, slot, begin, first, length, head, num_users, num_heads, CELLS)
-        values = _to_fp8(block, scale)
-    values = tl.permute(tl.reshape(values, (_BLOCK // 16, 2, 4, 2, DIM_BLOCK)), (0, 2, 1, 3, 4))
-    places = tl.arange(0, DIM_BLOCK)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    tiles += (slot * num_heads + head).to(tl.int64) * (DIM_BLOCK * _BLOCK)
-    tl.store(tiles + places, tl.trans(tl.reshape(values, (_BLOCK, DIM_BLOCK))))
+        # Most tensors hold nothing that isn't finite, and where a pass before has seen that none is looked at again.
+        may_spoil = True
+        if CELLS == "none":
+            scale = tl.full((), 1.0, tl.float32)
+        elif CELLS == "block":
+            low = tl.maximum(tl.max(_magnitudes(a)), tl.max(_magnitudes(b)))
+            scale = _scale_of(tl.maximum(low, tl.maximum(tl.max(_magnitudes(c)), tl.max(_magnitudes(d)))))
+        else:
+            scale = _scale_of(tl.load(amax).to(tl.float32, bitcast=True))
+            may_spoil = tl.load(spoiled) > 0
+        _store_descale(descale, scale, slot, user, first, head, num_users, num_heads, CELLS)
+        if may_spoil:
+            a, b, c, d = _finite_or_nan(a), _finite_or_nan(b), _finite_or_nan(c), _finite_or_nan(d)
+        a, b, c, d = _to_fp8(a, scale), _to_fp8(b, scale), _to_fp8(c, scale), _to_fp8(d, scale)
+        if out is not None:
+            _store_rows(a, out, rows_a, length, num_heads, DIM_BLOCK)
+            _store_rows(b, out, rows_b, length, num_heads, DIM_BLOCK)
+            _store_rows(c, out, rows_c, length, num_heads, DIM_BLOCK)
+            _store_rows(d, out, rows_d, length, num_heads, DIM_BLOCK)
+        if norm is not None:
+            if may_spoil:
+                longest = _longest_row(a, b, c, d, True)
+            else:
+                longest = _longest_row(a, b, c, d, False)
+            _add_norm(norm, longest, _descale_of(scale), is_own)
+        if tiles is not None:
+            if is_own:
+                _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK)
 
 
 @kernel(per_batch=[*PER_BATCH, "num_cells"])
 def quantize_kernel(
-    q, k, v, q_out, k_out, v_out, v_tiles, q_descale, k_descale, v_descale, v_tile_descale, amax, num_cells, norms,
+    q, k, v, q_out, k_out, v_out, q_tiles, k_tiles, v_tiles, q_descale, k_descale, v_descale, v_tile_descale,
+    amax, num_cells, norms, v_norms,
     schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_rows, num_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """To FP8. The first 1 to 4 PARTS of: q and k by rows, v as tiles, v by rows; the others' pointers are None.
+    """To FP8, by rows (``x_out``) and as tiles: q, k and v, or with one of PARTS v alone. What is None isn't made.
 
-    amax: of ``amax_kernel``. norms: (2, B, H) int32, bits of the norms of the longest rows of q and k, from 0 on.
+    amax: of ``amax_kernel``. norms: (2, B, H) int32, bits of the norms of the longest rows of q and k, from 0 on;
+    v_norms: (B, H), of v. v_tile_descale: where tiles have other scales than rows.
     """
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % num_heads
@@ -191,43 +280,40 @@ def quantize_kernel(
     first = (tile * _BLOCK).to(tl.int32)
     if first >= length:
         return
+    spoiled = None
     if amax is not None:
         cell = _cell(tl.minimum(user, tl.maximum(num_users - 1, 0)), head, num_heads, CELLS)
-        amax += tl.minimum(part, 2) * num_cells + cell
+        amax += part * num_cells + cell
+        spoiled = amax + PARTS * num_cells
     if norms is not None:
-        norms += (part * num_users + user) * num_heads + head
-    if part == 0:
-        _quantize_rows(
-            q, q_out, q_descale, amax, norms, user, slot, begin, first, length, head, q_row, q_head,
-            num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
+        norms += (tl.minimum(part, 1) * num_users + user) * num_heads + head
+    if v_norms is not None:
+        v_norms += user * num_heads + head
+    if part == PARTS - 1:
+        _quantize(
+            v, v_out, v_tiles, v_descale, v_tile_descale, amax, spoiled, v_norms,
+            user, slot, begin, first, length, head, v_row, v_head, num_users, num_heads, V_DIM, V_BLOCK, CELLS,
         )  # fmt: skip
     if PARTS > 1:
+        if part == 0:
+            _quantize(
+                q, q_out, q_tiles, q_descale, None, amax, spoiled, norms,
+                user, slot, begin, first, length, head, q_row, q_head, num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
+            )  # fmt: skip
         if part == 1:
-            _quantize_rows(
-                k, k_out, k_descale, amax, norms, user, slot, begin, first, length, head, k_row, k_head,
-                num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
-            )  # fmt: skip
-    if PARTS > 2:
-        if (part == 2) & (user < num_users):
-            _quantize_tile(
-                v, v_tiles, v_tile_descale, amax, user, slot, begin, first, length, head, v_row, v_head,
-                num_users, num_heads, V_DIM, V_BLOCK, CELLS,
-            )  # fmt: skip
-    if PARTS > 3:
-        if part == 3:
-            _quantize_rows(
-                v, v_out, v_descale, amax, None, user, slot, begin, first, length, head, v_row, v_head,
-                num_users, num_heads, V_DIM, V_BLOCK, CELLS,
+            _quantize(
+                k, k_out, k_tiles, k_descale, None, amax, spoiled, norms,
+                user, slot, begin, first, length, head, k_row, k_head, num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
             )  # fmt: skip
 
 
 @kernel(per_batch=["size"])
-def weight_scale_kernel(norms, scale, size, alpha, BLOCK: tl.constexpr):
-    """scale: (size,), :func:`genrec.hstu.attention.quantization.weight_scale` of norms (2, size)."""
+def bound_scale_kernel(norms, other_norms, scale, size, factor, BLOCK: tl.constexpr):
+    """scale: (size,), of what is at most the product of two norms and a factor; quantization's ``_power_below``."""
     cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    query = tl.load(norms + cells, mask=cells < size, other=0).to(tl.float32, bitcast=True)
-    key = tl.load(norms + size + cells, mask=cells < size, other=0).to(tl.float32, bitcast=True)
-    bound = query * key * tl.abs(alpha)
+    norm = tl.load(norms + cells, mask=cells < size, other=0).to(tl.float32, bitcast=True)
+    other = tl.load(other_norms + cells, mask=cells < size, other=0).to(tl.float32, bitcast=True)
+    bound = norm * other * factor
     room = tl.div_rn(tl.full((BLOCK,), _MAX, tl.float32), bound)
     exponent = (room.to(tl.int32, bitcast=True) >> 23) - 127
     power = ((tl.minimum(exponent, _MAX_EXPONENT) + 127) << 23).to(tl.float32, bitcast=True)

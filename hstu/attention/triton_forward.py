@@ -13,7 +13,16 @@ from genrec.hstu.attention.triton_jit import jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import FP8_BLOCK, count_blocks, find_first_slot, find_tile
 from genrec.hstu.attention.triton_scores import bias_indices, bias_of_pairs, load_times, one_plus_tanh
 from genrec.hstu.attention.triton_spans import align_spans, count_masked, key_spans, masked_tile, user_parts, visible
-from genrec.hstu.attention.triton_tiles import load, load_descales, load_full, outer, store
+from genrec.hstu.attention.triton_tiles import (
+    add_fp8_product,
+    as_fp8_operand,
+    load,
+    load_columns,
+    load_descales,
+    load_full,
+    outer,
+    store,
+)
 
 
 @jit
@@ -22,16 +31,11 @@ def _add_fp8_values(
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """output + P v, of weights (ROWS, KEYS) times their scale; but for v's descale where the whole user has one."""
-    block = (first_slot + start // FP8_BLOCK) * num_heads + head
-    within = tl.multiple_of(start % FP8_BLOCK, KEYS)  # The compiler can't know, and would load byte by byte.
-    places = tl.arange(0, DIM)[:, None] * FP8_BLOCK + within + tl.arange(0, KEYS)[None, :]
-    value = tl.trans(tl.load(tiles + tl.cast(block, tl.int64) * (DIM * FP8_BLOCK) + places))
-    # Keys in the tiles' order, which moves nothing between threads where this is tensor cores' register layout.
-    weights = tl.reshape(weights.to(tl.float8e4nv), (ROWS, KEYS // 16, 2, 4, 2))
-    weights = tl.reshape(tl.permute(weights, (0, 1, 3, 2, 4)), (ROWS, KEYS))
+    value = load_columns(tiles, first_slot, head, num_heads, start, KEYS, DIM)
     if SCALES == "user":
-        # Hopper's FP8 products keep 14 bits of a sum: each tile's is added in float32.
-        return tl.dot(weights, value, output, max_num_imprecise_acc=KEYS)
+        return add_fp8_product(weights, value, output, ROWS, KEYS)
+    weights = as_fp8_operand(weights, ROWS, KEYS)
+    block = (first_slot + start // FP8_BLOCK) * num_heads + head
     if SCALES == "block":
         return output + tl.dot(weights, value) * tl.load(tile_descales + block)
     return output + tl.dot(weights, value) * tl.load(tile_descales + block * DIM + tl.arange(0, DIM))[None, :]

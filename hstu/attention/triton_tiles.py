@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN201, RET505
-"""Loads and stores of tiles, plain and by TMA, and of FP8 tiles with their descales."""
+"""Loads and stores of tiles, plain and by TMA, of FP8 tiles with their descales, and FP8 scores as operands."""
 
 from __future__ import annotations
 
@@ -67,6 +67,32 @@ def load_fp8(
     values += (begin * num_heads + head) * DIM
     tile = load(values, first, end, num_heads * DIM, SIZE, DIM, True)
     return tile, load_descales(descales, user, head, num_heads, begin, first_slot, first, end, SIZE, SCALES)
+
+
+@jit
+def load_columns(tiles, first_slot, head, num_heads, start, SIZE: tl.constexpr, DIM: tl.constexpr):
+    """(SIZE, DIM) from row ``start`` on, a multiple of SIZE, of blocks (num_slots, H, DIM, 128), in their order."""
+    block = (first_slot + start // FP8_BLOCK) * num_heads + head
+    within = tl.multiple_of(start % FP8_BLOCK, SIZE)  # The compiler can't know, and would load byte by byte.
+    places = tl.arange(0, DIM)[:, None] * FP8_BLOCK + within + tl.arange(0, SIZE)[None, :]
+    return tl.trans(tl.load(tiles + tl.cast(block, tl.int64) * (DIM * FP8_BLOCK) + places))
+
+
+@jit
+def as_fp8_operand(scores, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Scores (DOWN, ACROSS) rounded to FP8, in the order of :func:`load_columns`.
+
+    Nothing moves between threads where this is tensor cores' register layout.
+    """
+    scores = tl.reshape(scores.to(tl.float8e4nv), (DOWN, ACROSS // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(scores, (0, 1, 3, 2, 4)), (DOWN, ACROSS))
+
+
+@jit
+def add_fp8_product(scores, columns, total, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """total + scores columns, of scores (DOWN, ACROSS), which are rounded, and columns of :func:`load_columns`."""
+    # Hopper's FP8 products keep 14 bits of a sum: each tile's is added in float32.
+    return tl.dot(as_fp8_operand(scores, DOWN, ACROSS), columns, total, max_num_imprecise_acc=ACROSS)
 
 
 @jit

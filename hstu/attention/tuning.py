@@ -25,6 +25,7 @@ from genrec.hstu.attention.quantization import BLOCK
 T = TypeVar("T")
 
 TANHS = ("approx", "approx_pair", "exact")
+LEAST_FP8_SUM = 32  # over which an FP8 instruction of tensor cores sums
 _TABLES: dict[str, dict[int, Any]] = {}
 _CHECKS: dict[str, Callable[[Any], None]] = {}
 _logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ SHORT_TILES = {
 }
 tunable("triton_short", SHORT_TILES)
 
-# FP8: the largest tiles that keep their numbers in registers. Forward's tiles of keys must divide blocks of 128. Not
+# FP8: the largest tiles that keep their numbers in registers. What products sum over must divide blocks of 128. Not
 # measured.
 FP8_TILES = {
     32: Tiles(
@@ -159,9 +160,11 @@ FP8_TILES = {
 
 
 def check_fp8(tiles: Tiles) -> None:
-    """Raise ValueError where forward's tiles of keys don't fill blocks of quantized values."""
-    if BLOCK % tiles.forward.keys:
-        raise ValueError(f"FP8 takes tiles of keys that divide {BLOCK}, not {tiles.forward.keys}")
+    """Raise ValueError where tiles of what a product sums over don't fill blocks, or FP8 products can't take them."""
+    sums = {"forward keys": tiles.forward.keys, "key_grad rows": tiles.key_grad.rows}
+    for name, size in {**sums, "query_grad keys": tiles.query_grad.keys}.items():
+        if BLOCK % size or size < LEAST_FP8_SUM:
+            raise ValueError(f"FP8 takes {name} from {LEAST_FP8_SUM} on that divide {BLOCK}, not {size}")
 
 
 tunable("triton_fp8", FP8_TILES, check=check_fp8)
@@ -169,7 +172,12 @@ tunable("triton_fp8", FP8_TILES, check=check_fp8)
 # For tests: exact in every step, so without tensor cores, where larger tiles compile for minutes.
 _SMALL = KernelTile(16, 16, num_warps=4, num_stages=1)
 FLOAT32_TILES = Tiles(forward=_SMALL, key_grad=_SMALL, query_grad=_SMALL, tanh="exact")
-FLOAT32_FP8_TILES = replace(FLOAT32_TILES, forward=KernelTile(64, 64, num_warps=4, num_stages=2))
+FLOAT32_FP8_TILES = replace(
+    FLOAT32_TILES,
+    forward=KernelTile(64, 64, num_warps=4, num_stages=2),
+    key_grad=KernelTile(32, 16, num_warps=4, num_stages=1),
+    query_grad=KernelTile(16, 32, num_warps=4, num_stages=1),
+)
 # Two gathers, an int64 difference and a float64 logarithm a score leave registers for small tiles alone. Not measured.
 BIAS_TILES = Tiles(
     forward=KernelTile(64, 32, num_warps=4, num_stages=2),

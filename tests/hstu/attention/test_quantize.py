@@ -10,7 +10,7 @@ import torch
 
 from genrec.hstu.attention import launch, launch_fp8, triton_jit
 from genrec.hstu.attention.mask import MaskRules
-from genrec.hstu.attention.quantization import BLOCK, SCALES, Places, grad_mode, quantize_batch, quantize_rows
+from genrec.hstu.attention.quantization import BLOCK, SCALES, Places, grad_mode, quantize_batch, quantize_grad
 from genrec.hstu.attention.request import Request, block_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -89,6 +89,17 @@ def test_same_bits_as_pytorch(mode, dtype):
     assert_same(mine.v_tiles.descale, truth.v_tiles.descale, slots if SCALES[mode] == "row" else used)
     assert torch.equal(mine.weight_scale, truth.weight_scale)
     assert mine.q.values[-PADDING:].float().eq(0).all()
+    assert_same_of_products(mine, truth, slots)
+
+
+def assert_same_of_products(mine, truth, slots):
+    """What the products of backward take besides, with scales of a user and coarser."""
+    for a, b in ((mine.q_tiles, truth.q_tiles), (mine.k_tiles, truth.k_tiles)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same(a, b, slots)
+    if truth.v_norm is not None:
+        torch.testing.assert_close(mine.v_norm, truth.v_norm, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("largest", [1e11, 1e19])
@@ -104,23 +115,29 @@ def test_scores_that_no_weight_scale_fits_are_nan(largest):
         assert batch.weight_scale[:-1].isfinite().all()
 
 
+@pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_the_output(mode):
     """The same bits as PyTorch's, also where it is one number all over; scaled in every mode, the plain cast's too."""
     request = request_of()
     _, _, v = draw(value_width=64)
     schedule = launch.make_schedule(v, request)
+    v_norm = torch.rand(request.num_users, v.shape[1], device=DEVICE) if SCALES[mode] == "user" else None
     for grad in (v * 1e-6, torch.ones(1, 1, 1, device=DEVICE).expand(v.shape)):
-        mine = launch_fp8.quantize_grad(grad, schedule, request, mode=mode)
-        places = Places.of(request.offsets, v.shape[0])
-        truth = quantize_rows(grad, mode=grad_mode(mode), places=places)
-        assert_same(mine.values, truth.values)
-        assert_same(mine.descale, truth.descale, written(grad_mode(mode), request, v.shape[0])[0])
-        assert mine.values.float().nan_to_num(0.0).abs().max() == 448
+        mine = launch_fp8.quantize_grad(grad, schedule, request, mode=mode, v_norm=v_norm)
+        truth = quantize_grad(grad, mode=mode, offsets=request.offsets, v_norm=v_norm)
+        used, slots = written(grad_mode(mode), request, v.shape[0])
+        assert_same(mine.rows.values, truth.rows.values)
+        assert_same(mine.rows.descale, truth.rows.descale, used)
+        assert mine.rows.values.float().nan_to_num(0.0).abs().max() == 448
+        if v_norm is not None:
+            assert_same(mine.tiles, truth.tiles, slots)
+            assert torch.equal(mine.score_scale, truth.score_scale)
+            assert mine.score_scale[LENGTHS.index(0)].eq(1).all()  # of no number
 
 
 @pytest.mark.parametrize("mode", ["per-head", "1xdim"])
-@pytest.mark.parametrize(("width", "value_width"), [(32, 64), (64, 32), (128, 128), (256, 256), (8, 24)])
+@pytest.mark.parametrize(("width", "value_width"), [(32, 64), (64, 40), (128, 128), (256, 256), (8, 24)])
 def test_widths(mode, width, value_width):
     request = request_of()
     mine, truth = run(*draw(width=width, value_width=value_width, heads=1), request, mode)
@@ -129,15 +146,17 @@ def test_widths(mode, width, value_width):
         assert_same(a.values, b.values)
     assert_same(mine.v_tiles.values, truth.v_tiles.values, slots)
     assert torch.equal(mine.weight_scale, truth.weight_scale)
+    assert_same_of_products(mine, truth, slots)
 
 
+@pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("mode", MODES)
-def test_without_gradient_there_is_no_v_by_rows(mode):
+def test_without_gradient_there_is_what_forward_takes_alone(mode):
     request = request_of()
     q, k, v = draw(heads=1)
     mine, truth = run(q, k, v, request, mode, needs_grad=False)
     used, slots = written(mode, request, q.shape[0])
-    assert mine.v is None
+    assert mine.v is None and mine.q_tiles is None and mine.k_tiles is None and mine.v_norm is None
     assert_same(mine.v_tiles.values, truth.v_tiles.values, slots)
     assert_same(mine.v_tiles.descale, truth.v_tiles.descale, slots if SCALES[mode] == "row" else used)
 

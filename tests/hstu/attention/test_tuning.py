@@ -87,7 +87,7 @@ def of_hopper(name, part=None, **changes):
         ({"triton": [1, 2]}, "table 'triton' must have tiles by the width of heads, and is [1, 2]"),
         (
             {"triton_fp8": {"32": {**dataclasses.asdict(TILES), "forward": tile(keys=256)}}},
-            "triton_fp8 32: FP8 takes tiles of keys that divide 128, not 256",
+            "triton_fp8 32: FP8 takes forward keys from 32 on that divide 128, not 256",
         ),
         ({"mine": {}}, "table 'mine' is not one of triton"),
         ({"triton": {"48": {}}}, "triton '48' is not one of the widths 32, 64, 128, 256"),
