@@ -96,7 +96,7 @@ def quantize_grad(
         constants = _constants(grad, grad, mode, parts=1)
         with device_of(grad):
             if num_cells > 0:
-                kernels.amax_kernel[_grid(grad, request, 1)](grad, None, None, amax, num_cells, *batch, **constants)
+                kernels.amax_kernel[_grid(grad, request, 1)](None, None, grad, amax, num_cells, *batch, **constants)
             kernels.quantize_kernel[_grid(grad, request, 1)](
                 *(None, None, grad, None, None, rows.values, None, None, _as_words(tiles)),
                 *(None, None, rows.descale, None),

@@ -13,11 +13,12 @@ words are what is transposed.
 from __future__ import annotations
 
 from genrec.hstu.attention import quantization
-from genrec.hstu.attention.triton_jit import PER_BATCH, constexpr, jit, kernel, tl
+from genrec.hstu.attention.triton_jit import INTERPRETED, PER_BATCH, constexpr, jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import find_tile
 from genrec.hstu.precision.formats import E4M3
 
 _BLOCK = constexpr(quantization.BLOCK)
+_COMPILED = constexpr(not INTERPRETED)
 _MAX = constexpr(E4M3.max)
 _INFINITY = constexpr(0x7F800000)
 _MAX_SCALE = constexpr(quantization.MAX_SCALE)
@@ -25,14 +26,14 @@ _MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
 
 @jit
-def _load_block(x, rows, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+def _load_block(x, rows, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, AGAIN: tl.constexpr = False):
     """(len(rows), DIM_BLOCK) in float32; zeros of rows from ``end`` on and beyond DIM."""
     dims = tl.arange(0, DIM_BLOCK)
     pointers = x + (rows.to(tl.int64)[:, None] * x_row + dims[None, :])
     mask = (rows < end)[:, None]
     if DIM < DIM_BLOCK:
         mask = mask & (dims < DIM)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(pointers, mask=mask, other=0.0, volatile=AGAIN).to(tl.float32)
 
 
 @jit
@@ -57,11 +58,6 @@ def _descale_of(scale):
 
 
 @jit
-def _to_fp8(x, scale):
-    return (x * scale).to(tl.float8e4nv)  # which saturates
-
-
-@jit
 def _cell(user, head, num_heads, CELLS: tl.constexpr):
     """Which of the amaxes of a tensor is that of a user's head."""
     if CELLS == "head":
@@ -73,15 +69,28 @@ def _cell(user, head, num_heads, CELLS: tl.constexpr):
 
 
 @jit
+def _find_work(num_heads, PARTS: tl.constexpr):
+    """(part, slot, head)."""
+    part = tl.program_id(0) % PARTS
+    return part, tl.program_id(0) // PARTS // num_heads, tl.program_id(0) // PARTS % num_heads
+
+
+@jit
 def _add_amax(x, amax, spoiled, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    block = _load_block(x, first + tl.arange(0, _BLOCK), end, x_row, DIM, DIM_BLOCK)
+    rows = first + tl.arange(0, _BLOCK)
     # Of numbers that are not negative the order is that of their bits; infinity and NaN are above all.
-    bits = block.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(bits)
+    largest = tl.max(_magnitude_bits(_load_block(x, rows, end, x_row, DIM, DIM_BLOCK)))
     if largest >= _INFINITY:
+        # Loaded again: kept, they would take registers where nothing is spoiled too.
+        bits = _magnitude_bits(_load_block(x, rows, end, x_row, DIM, DIM_BLOCK, True))
         largest = tl.max(tl.where(bits < _INFINITY, bits, 0))
         tl.atomic_max(spoiled, 1, sem="relaxed")
     tl.atomic_max(amax, largest, sem="relaxed")
+
+
+@jit
+def _magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @kernel(per_batch=[*PER_BATCH, "num_cells"])
@@ -91,26 +100,24 @@ def amax_kernel(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """amax: (2, PARTS, num_cells) int32, from 0 on, of the first 1 to 3 PARTS of q, k, v.
+    """amax: (2, PARTS, num_cells) int32, from 0 on, of q, k and v, or with one of PARTS of v alone.
 
     The bits of the largest finite magnitudes, then 1 where there are others.
     """
-    part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % num_heads
-    slot = tl.program_id(0) // PARTS // num_heads
+    part, slot, head = _find_work(num_heads, PARTS)
     user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
     first = tile * _BLOCK
     if (first >= length) | (user == num_users):
         return
-    amax += part * num_cells + _cell(user, head, num_heads, CELLS)
-    spoiled = amax + PARTS * num_cells
-    if part == 0:
-        _add_amax(q + begin * q_row + head * q_head, amax, spoiled, first, length, q_row, QK_DIM, QK_BLOCK)
+    largest = amax + part * num_cells + _cell(user, head, num_heads, CELLS)
+    spoiled = largest + PARTS * num_cells
+    if part == PARTS - 1:
+        _add_amax(v + begin * v_row + head * v_head, largest, spoiled, first, length, v_row, V_DIM, V_BLOCK)
     if PARTS > 1:
+        if part == 0:
+            _add_amax(q + begin * q_row + head * q_head, largest, spoiled, first, length, q_row, QK_DIM, QK_BLOCK)
         if part == 1:
-            _add_amax(k + begin * k_row + head * k_head, amax, spoiled, first, length, k_row, QK_DIM, QK_BLOCK)
-        if part == 2:
-            _add_amax(v + begin * v_row + head * v_head, amax, spoiled, first, length, v_row, V_DIM, V_BLOCK)
+            _add_amax(k + begin * k_row + head * k_head, largest, spoiled, first, length, k_row, QK_DIM, QK_BLOCK)
 
 
 @jit
@@ -162,27 +169,47 @@ def _add_norm(norm, sums, descale, is_own):
 
 
 @jit
-def _words(a, b, c, d):
-    """Four bytes in each int32, that of ``a`` the lowest."""
-    low = a.to(tl.uint8, bitcast=True).to(tl.int32) | (b.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-    high = c.to(tl.uint8, bitcast=True).to(tl.int32) | (d.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-    return low | (high << 16)
+def _byte(x):
+    """FP8 of float32, as the lowest byte of an int32."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@jit
+def _words(a, b, c, d, ASM: tl.constexpr):
+    """FP8 of four float32 in each int32, that of ``a`` the lowest. Bytes put together cost three times as much."""
+    if ASM:
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = _byte(a) | (_byte(b) << 8) | (_byte(c) << 16) | (_byte(d) << 24)
+    return words
 
 
 @jit
 def _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK: tl.constexpr):
-    """A block transposed, in ``quantization.KEY_ORDER``, as words: tiles (num_slots, H, DIM_BLOCK, 32) int32."""
+    """A scaled block transposed, in ``quantization.KEY_ORDER``, as words: tiles (num_slots, H, DIM_BLOCK, 32) int32."""
     WORDS: tl.constexpr = _BLOCK // 4
     tiles += (slot * num_heads + head).to(tl.int64) * (DIM_BLOCK * WORDS)
     places = tl.arange(0, DIM_BLOCK)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    tl.store(tiles + places, tl.trans(_words(a, b, c, d)))
+    tl.store(tiles + places, tl.trans(_words(a, b, c, d, _COMPILED)))
 
 
 @jit
 def _quantize_rows_alone(x, out, descale, norm, rows, length, is_own, head, num_heads, DIM_BLOCK: tl.constexpr):
     """A part of a block with a scale for each row."""
     scale = _scale_of(tl.max(_magnitudes(x), axis=1))
-    values = _to_fp8(_finite_or_nan(x), scale[:, None])
+    values = (_finite_or_nan(x) * scale[:, None]).to(tl.float8e4nv)  # which saturates
     _store_rows(values, out, rows, length, num_heads, DIM_BLOCK)
     tl.store(descale + rows * num_heads, _descale_of(scale), mask=rows < length)
     if norm is not None:
@@ -191,10 +218,11 @@ def _quantize_rows_alone(x, out, descale, norm, rows, length, is_own, head, num_
 
 @jit
 def _quantize(
-    x, out, tiles, descale, tile_descale, amax, spoiled, norm, user, slot, begin, first, length, head, x_row, x_head,
-    num_users, num_heads, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr,
+    x, out, tiles, descale, tile_descale, amax, num_cells, norm, part, user, slot, begin, first, length, head,
+    x_row, x_head, num_users, num_heads,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CELLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A block by rows, to ``out``, and as tile, unless these are None. norm: the cell for the longest row's, or None.
+    """A block by rows, to ``out``, and as tile, unless these are None. norm: (B, H), of the longest rows, or None.
 
     tile_descale: with "row" scales, where tiles have their own, of columns.
     """
@@ -209,6 +237,8 @@ def _quantize(
     d = _load_block(x, rows_d, end, x_row, DIM, DIM_BLOCK)
     if out is not None:
         out += (begin * num_heads + head) * DIM_BLOCK
+    if norm is not None:
+        norm += user * num_heads + head
     if CELLS == "row":
         if out is not None:
             descale += begin * num_heads + head
@@ -224,11 +254,9 @@ def _quantize(
                 columns = tl.arange(0, DIM_BLOCK)
                 tl.store(tile_descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(scale))
                 scale = scale[None, :]
-                _store_tile(
-                    _to_fp8(_finite_or_nan(a), scale), _to_fp8(_finite_or_nan(b), scale),
-                    _to_fp8(_finite_or_nan(c), scale), _to_fp8(_finite_or_nan(d), scale),
-                    tiles, slot, head, num_heads, DIM_BLOCK,
-                )  # fmt: skip
+                a, b = _finite_or_nan(a) * scale, _finite_or_nan(b) * scale
+                c, d = _finite_or_nan(c) * scale, _finite_or_nan(d) * scale
+                _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK)
     else:
         # Most tensors hold nothing that isn't finite, and where a pass before has seen that none is looked at again.
         may_spoil = True
@@ -238,26 +266,28 @@ def _quantize(
             low = tl.maximum(tl.max(_magnitudes(a)), tl.max(_magnitudes(b)))
             scale = _scale_of(tl.maximum(low, tl.maximum(tl.max(_magnitudes(c)), tl.max(_magnitudes(d)))))
         else:
+            amax += part * num_cells + _cell(tl.where(is_own, user, 0), head, num_heads, CELLS)
             scale = _scale_of(tl.load(amax).to(tl.float32, bitcast=True))
-            may_spoil = tl.load(spoiled) > 0
+            may_spoil = tl.load(amax + PARTS * num_cells) > 0
         _store_descale(descale, scale, slot, user, first, head, num_users, num_heads, CELLS)
         if may_spoil:
             a, b, c, d = _finite_or_nan(a), _finite_or_nan(b), _finite_or_nan(c), _finite_or_nan(d)
-        a, b, c, d = _to_fp8(a, scale), _to_fp8(b, scale), _to_fp8(c, scale), _to_fp8(d, scale)
+        a, b, c, d = a * scale, b * scale, c * scale, d * scale
+        if tiles is not None:
+            if is_own:
+                _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK)
         if out is not None:
+            a, b, c, d = a.to(tl.float8e4nv), b.to(tl.float8e4nv), c.to(tl.float8e4nv), d.to(tl.float8e4nv)
             _store_rows(a, out, rows_a, length, num_heads, DIM_BLOCK)
             _store_rows(b, out, rows_b, length, num_heads, DIM_BLOCK)
             _store_rows(c, out, rows_c, length, num_heads, DIM_BLOCK)
             _store_rows(d, out, rows_d, length, num_heads, DIM_BLOCK)
-        if norm is not None:
-            if may_spoil:
-                longest = _longest_row(a, b, c, d, True)
-            else:
-                longest = _longest_row(a, b, c, d, False)
-            _add_norm(norm, longest, _descale_of(scale), is_own)
-        if tiles is not None:
-            if is_own:
-                _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK)
+            if norm is not None:
+                if may_spoil:
+                    longest = _longest_row(a, b, c, d, True)
+                else:
+                    longest = _longest_row(a, b, c, d, False)
+                _add_norm(norm, longest, _descale_of(scale), is_own)
 
 
 @kernel(per_batch=[*PER_BATCH, "num_cells"])
@@ -273,37 +303,30 @@ def quantize_kernel(
     amax: of ``amax_kernel``. norms: (2, B, H) int32, bits of the norms of the longest rows of q and k, from 0 on;
     v_norms: (B, H), of v. v_tile_descale: where tiles have other scales than rows.
     """
-    part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % num_heads
-    slot = (tl.program_id(0) // PARTS // num_heads).to(tl.int64)
+    part, slot, head = _find_work(num_heads, PARTS)
     user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
     first = (tile * _BLOCK).to(tl.int32)
     if first >= length:
         return
-    spoiled = None
-    if amax is not None:
-        cell = _cell(tl.minimum(user, tl.maximum(num_users - 1, 0)), head, num_heads, CELLS)
-        amax += part * num_cells + cell
-        spoiled = amax + PARTS * num_cells
-    if norms is not None:
-        norms += (tl.minimum(part, 1) * num_users + user) * num_heads + head
-    if v_norms is not None:
-        v_norms += user * num_heads + head
+    slot = slot.to(tl.int64)
     if part == PARTS - 1:
         _quantize(
-            v, v_out, v_tiles, v_descale, v_tile_descale, amax, spoiled, v_norms,
-            user, slot, begin, first, length, head, v_row, v_head, num_users, num_heads, V_DIM, V_BLOCK, CELLS,
+            v, v_out, v_tiles, v_descale, v_tile_descale, amax, num_cells, v_norms, part,
+            user, slot, begin, first, length, head, v_row, v_head, num_users, num_heads,
+            V_DIM, V_BLOCK, CELLS, PARTS,
         )  # fmt: skip
     if PARTS > 1:
         if part == 0:
             _quantize(
-                q, q_out, q_tiles, q_descale, None, amax, spoiled, norms,
-                user, slot, begin, first, length, head, q_row, q_head, num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
+                q, q_out, q_tiles, q_descale, None, amax, num_cells, norms, part,
+                user, slot, begin, first, length, head, q_row, q_head, num_users, num_heads,
+                QK_DIM, QK_BLOCK, CELLS, PARTS,
             )  # fmt: skip
         if part == 1:
             _quantize(
-                k, k_out, k_tiles, k_descale, None, amax, spoiled, norms,
-                user, slot, begin, first, length, head, k_row, k_head, num_users, num_heads, QK_DIM, QK_BLOCK, CELLS,
+                k, k_out, k_tiles, k_descale, None, amax, num_cells, norms + num_users * num_heads, part,
+                user, slot, begin, first, length, head, k_row, k_head, num_users, num_heads,
+                QK_DIM, QK_BLOCK, CELLS, PARTS,
             )  # fmt: skip
 
 

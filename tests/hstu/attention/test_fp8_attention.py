@@ -120,7 +120,7 @@ def through_fp8(x, mode, starts, *, columns=False, grad=False):
 
 
 def written_out(oracle, case, q, k, v, grad, mode, *, alpha, dtype):
-    """Output, dq, dk, dv in float64; ``dtype``: what backward rounds P and dS to where scales are finer than a user's."""
+    """Output, dq, dk, dv in float64; dtype: what backward rounds P and dS to where scales are finer than a user's."""
     q, k, v, grad = (x.detach().double().cpu() for x in (q, k, v, grad))
     starts = case.offsets.tolist()
     q8, k8, v8 = (through_fp8(x, mode, starts) for x in (q, k, v))
