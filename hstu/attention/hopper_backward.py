@@ -35,7 +35,8 @@ class KeyTile:
     """Of dK and dV: rows against keys that a program takes at a time, and how many tiles of rows are in flight.
 
     split: one group of four warps sums dV, a second one dK, and num_warps is that of a group. Otherwise each group of
-    four warps sums both, of 64 keys at most. held: keys and values stay in registers, unless split.
+    four warps sums both, of 64 keys at most. held: keys and values stay in registers; of FP8 a split one holds values
+    anyway.
     """
 
     rows: int
@@ -50,6 +51,8 @@ class KeyTile:
         check_number("keys", self.keys, 64, 128, power_of_two=True)
         check_number("num_warps", self.num_warps, 4, 4 if self.split else 8, power_of_two=True)
         check_number("stages", self.stages, 2, 8)  # with one, a tile would be overwritten while it is in use
+        if self.split and self.held:
+            raise ValueError("held = True doesn't go with split = True")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from genrec.hstu.attention.request import Request, block_of, device_of, strides,
 from genrec.hstu.precision.formats import E4M3
 
 _CELL_BLOCK = 256
+# A thread's, where a pass before has found the scales: more programs fit then, for a few numbers in local memory.
+_AMAX_REGISTERS, _REGISTERS = 64, 80
 
 
 def quantize_batch(
@@ -53,7 +55,9 @@ def quantize_batch(
         constants = _constants(q, v, mode, parts=3)
         with device_of(q):
             if num_cells > 0:
-                kernels.amax_kernel[_grid(q, request, 3)](q, k, v, amax, num_cells, *batch, **constants)
+                kernels.amax_kernel[_grid(q, request, 3)](
+                    *(q, k, v, amax, num_cells, *batch), **constants, **_registers(q, num_cells, _AMAX_REGISTERS)
+                )
             kernels.quantize_kernel[_grid(q, request, 3)](
                 *(q, k, v, query.values, key.values, None if value is None else value.values),
                 *(_as_words(x) for x in (*other_tiles, tiles.values)),
@@ -61,6 +65,7 @@ def quantize_batch(
                 *(amax if num_cells > 0 else None, num_cells, norms, v_norm if has_products else None),
                 *batch,
                 **constants,
+                **_registers(q, num_cells, _REGISTERS),
             )
             _bound_scale(norms[:num_scales], norms[num_scales:], weight_scale, abs(request.alpha))
     return QuantizedBatch(
@@ -96,13 +101,18 @@ def quantize_grad(
         constants = _constants(grad, grad, mode, parts=1)
         with device_of(grad):
             if num_cells > 0:
-                kernels.amax_kernel[_grid(grad, request, 1)](None, None, grad, amax, num_cells, *batch, **constants)
+                kernels.amax_kernel[_grid(grad, request, 1)](
+                    *(None, None, grad, amax, num_cells, *batch),
+                    **constants,
+                    **_registers(grad, num_cells, _AMAX_REGISTERS),
+                )
             kernels.quantize_kernel[_grid(grad, request, 1)](
                 *(None, None, grad, None, None, rows.values, None, None, _as_words(tiles)),
                 *(None, None, rows.descale, None),
                 *(amax if num_cells > 0 else None, num_cells, None, None if v_norm is None else norm),
                 *batch,
                 **constants,
+                **_registers(grad, num_cells, _REGISTERS),
             )
             if v_norm is not None and score_scale is not None:
                 _bound_scale(norm, v_norm.view(torch.int32), score_scale, MAX_SLOPE)
@@ -154,6 +164,11 @@ def _num_cells(mode: str, num_users: int, num_heads: int) -> int:
 
 def _grid(x: Tensor, request: Request, parts: int) -> tuple[int]:
     return (request.grid(x, BLOCK)[0] * parts,)
+
+
+def _registers(x: Tensor, num_cells: int, most: int) -> dict[str, int]:
+    """Options of kernels; none where they need more than that: of wide numbers, and with scales of their own."""
+    return {"maxnreg": most} if num_cells > 0 and x.element_size() == 2 else {}
 
 
 def _constants(q: Tensor, v: Tensor, mode: str, *, parts: int) -> dict[str, Any]:

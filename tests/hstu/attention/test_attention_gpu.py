@@ -273,9 +273,10 @@ def test_torch_compile_takes_the_operator_whole():
         assert torch.equal(a, b)
 
 
-# Kernel and emulation have the same FP8 operands to the bit, and the same backward. The kernel's S differs by e = 2^-10
-# or so of its size (FP8 tensor cores add up with 14 bits, tanh.approx has 11), so a share e / u of the P falls on the
-# other side of a border of e4m3 and moves by its step, u = 2^-3.5 on the average: of the norm sqrt(e u) = 2^-6.75.
+# Kernel and emulation have the same FP8 operands to the bit. The kernel's S and dP differ by e = 2^-10 or so of their
+# size (FP8 tensor cores add up with 14 bits, tanh.approx has 11), so a share e / u of the P, and of the dS where they
+# are FP8, falls on the other side of a border of e4m3 and moves by its step, u = 2^-3.5 on the average: of the norm
+# sqrt(e u) = 2^-6.75.
 # That holds for the many scores of a long user. Of few, all may move: by no more than the largest step.
 FP8_MODES = ATTENTION_QUANTIZATIONS[1:]
 FEW, FP8_TOLERANCE, FP8_TOLERANCE_OF_FEW = 63, 2**-6, 2**-3

@@ -55,6 +55,16 @@ def test_what_it_serves(dtype):
     assert hopper_backward.why_not(q, k, v, v, REQUEST) is None
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_what_it_takes_in_fp8():
+    grad = torch.zeros(3, 2, 128, dtype=torch.bfloat16)
+    assert hopper_backward.why_not_fp8(grad, 128, REQUEST) is None
+    assert hopper_backward.why_not_fp8(grad[::2, :, ::2], 64, REQUEST) is None  # it is copied as it is quantized
+    assert "share a width of" in hopper_backward.why_not_fp8(grad, 64, REQUEST)
+    assert "bfloat16 or float16" in hopper_backward.why_not_fp8(grad.float(), 128, REQUEST)
+    assert "bias" in hopper_backward.why_not_fp8(grad, 128, dataclasses.replace(REQUEST, bias=object()))
+
+
 def test_other_devices():
     q, k, v = draw(128)
     assert "compute capability 9.0" in hopper_forward.why_not(q, k, v, REQUEST)

@@ -115,6 +115,17 @@ def test_scores_that_no_weight_scale_fits_are_nan(largest):
         assert batch.weight_scale[:-1].isfinite().all()
 
 
+def test_gradients_of_scores_that_no_scale_fits_are_nan():
+    request = request_of()
+    _, _, v = draw()
+    v_norm = torch.full((request.num_users, v.shape[1]), 1e19, device=DEVICE)
+    grad = torch.full_like(v, 1e19)
+    mine = launch_fp8.quantize_grad(grad, launch.make_schedule(v, request), request, mode="per-head", v_norm=v_norm)
+    truth = quantize_grad(grad, mode="per-head", offsets=request.offsets, v_norm=v_norm)
+    for scale in (mine.score_scale, truth.score_scale):
+        assert scale[request.offsets.diff() > 0].isnan().all()
+
+
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_the_output(mode):

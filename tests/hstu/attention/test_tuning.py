@@ -89,6 +89,10 @@ def of_hopper(name, part=None, **changes):
             {"triton_fp8": {"32": {**dataclasses.asdict(TILES), "forward": tile(keys=256)}}},
             "triton_fp8 32: FP8 takes forward keys from 32 on that divide 128, not 256",
         ),
+        (
+            {"triton_fp8": {"32": {**dataclasses.asdict(TILES), "key_grad": tile(rows=16)}}},
+            "triton_fp8 32: FP8 takes key_grad rows from 32 on that divide 128, not 16",
+        ),
         ({"mine": {}}, "table 'mine' is not one of triton"),
         ({"triton": {"48": {}}}, "triton '48' is not one of the widths 32, 64, 128, 256"),
         ({"triton": {"wide": {}}}, "triton 'wide' is not one of the widths"),
@@ -107,7 +111,9 @@ def of_hopper(name, part=None, **changes):
         (of_hopper("hopper_forward", value_stages=1), "value_stages = 1 must be from 2 to 8"),
         (of_hopper("hopper_backward", "key", stages=1), "hopper_backward 128: stages = 1 must be from 2 to 8"),
         (of_hopper("hopper_backward", "key", num_warps=8, split=True), "num_warps = 8 must be 4"),
+        (of_hopper("hopper_backward", "key", split=True, held=True), "held = True doesn't go with split = True"),
         (of_hopper("hopper_backward_fp8", "query", key_stages=1), "key_stages = 1 must be from 2 to 8"),
+        (of_hopper("hopper_backward_fp8", "query", keys=16), "FP8 takes query keys from 32 on, not 16"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, tables, message):
