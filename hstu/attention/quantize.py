@@ -8,6 +8,9 @@ a tensor, user or head take a pass of ``amax_kernel`` before, which also says wh
 
 Tokens come as four parts of 32: four numbers of a column, one of each part, are a word of a tile in ``KEY_ORDER``, and
 words are what is transposed.
+
+Sums and maxima stand in no branch on what was loaded, but for the return of programs without a block: of norms summed
+in one, ptxas 12.8 made code that was wrong on an H200, and right without optimization.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ _MAX_EXPONENT = constexpr(quantization.MAX_WEIGHT_EXPONENT)
 
 
 @jit
-def _load_block(x, rows, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, AGAIN: tl.constexpr = False):
+def _load_block(x, rows, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
     """(len(rows), DIM_BLOCK) in float32; zeros of rows from ``end`` on and beyond DIM."""
     dims = tl.arange(0, DIM_BLOCK)
     pointers = x + (rows.to(tl.int64)[:, None] * x_row + dims[None, :])
     mask = (rows < end)[:, None]
     if DIM < DIM_BLOCK:
         mask = mask & (dims < DIM)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0, volatile=AGAIN).to(tl.float32)
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
@@ -79,13 +82,9 @@ def _find_work(num_heads, PARTS: tl.constexpr):
 def _add_amax(x, amax, spoiled, first, end, x_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
     rows = first + tl.arange(0, _BLOCK)
     # Of numbers that are not negative the order is that of their bits; infinity and NaN are above all.
-    largest = tl.max(_magnitude_bits(_load_block(x, rows, end, x_row, DIM, DIM_BLOCK)))
-    if largest >= _INFINITY:
-        # Loaded again: kept, they would take registers where nothing is spoiled too.
-        bits = _magnitude_bits(_load_block(x, rows, end, x_row, DIM, DIM_BLOCK, True))
-        largest = tl.max(tl.where(bits < _INFINITY, bits, 0))
-        tl.atomic_max(spoiled, 1, sem="relaxed")
-    tl.atomic_max(amax, largest, sem="relaxed")
+    bits = _magnitude_bits(_load_block(x, rows, end, x_row, DIM, DIM_BLOCK))
+    tl.atomic_max(amax, tl.max(tl.where(bits < _INFINITY, bits, 0)), sem="relaxed")
+    tl.atomic_max(spoiled, 1, mask=tl.max(bits) >= _INFINITY, sem="relaxed")
 
 
 @jit
@@ -144,18 +143,17 @@ def _store_rows(values, out, rows, length, num_heads, DIM_BLOCK: tl.constexpr):
 
 
 @jit
-def _square_sums(values, SPOILED: tl.constexpr):
+def _square_sums(values):
     exact = values.to(tl.float32)
-    if SPOILED:
-        exact = tl.where(exact == exact, exact, 0.0)
+    exact = tl.where(exact == exact, exact, 0.0)
     return tl.sum(exact * exact, axis=1)
 
 
 @jit
-def _longest_row(a, b, c, d, SPOILED: tl.constexpr):
+def _longest_row(a, b, c, d):
     """The largest sum of a row's squares, of four parts of a block in FP8."""
-    first = tl.maximum(_square_sums(a, SPOILED), _square_sums(b, SPOILED))
-    second = tl.maximum(_square_sums(c, SPOILED), _square_sums(d, SPOILED))
+    first = tl.maximum(_square_sums(a), _square_sums(b))
+    second = tl.maximum(_square_sums(c), _square_sums(d))
     return tl.max(tl.maximum(first, second), axis=0)
 
 
@@ -213,7 +211,7 @@ def _quantize_rows_alone(x, out, descale, norm, rows, length, is_own, head, num_
     _store_rows(values, out, rows, length, num_heads, DIM_BLOCK)
     tl.store(descale + rows * num_heads, _descale_of(scale), mask=rows < length)
     if norm is not None:
-        _add_norm(norm, _square_sums(values, True), _descale_of(scale), is_own)
+        _add_norm(norm, _square_sums(values), _descale_of(scale), is_own)
 
 
 @jit
@@ -247,10 +245,10 @@ def _quantize(
             _quantize_rows_alone(c, out, descale, norm, rows_c, length, is_own, head, num_heads, DIM_BLOCK)
             _quantize_rows_alone(d, out, descale, norm, rows_d, length, is_own, head, num_heads, DIM_BLOCK)
         if tiles is not None:
+            low = tl.maximum(tl.max(_magnitudes(a), axis=0), tl.max(_magnitudes(b), axis=0))
+            high = tl.maximum(tl.max(_magnitudes(c), axis=0), tl.max(_magnitudes(d), axis=0))
+            scale = _scale_of(tl.maximum(low, high))
             if is_own:
-                low = tl.maximum(tl.max(_magnitudes(a), axis=0), tl.max(_magnitudes(b), axis=0))
-                high = tl.maximum(tl.max(_magnitudes(c), axis=0), tl.max(_magnitudes(d), axis=0))
-                scale = _scale_of(tl.maximum(low, high))
                 columns = tl.arange(0, DIM_BLOCK)
                 tl.store(tile_descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(scale))
                 scale = scale[None, :]
@@ -283,11 +281,7 @@ def _quantize(
             _store_rows(c, out, rows_c, length, num_heads, DIM_BLOCK)
             _store_rows(d, out, rows_d, length, num_heads, DIM_BLOCK)
             if norm is not None:
-                if may_spoil:
-                    longest = _longest_row(a, b, c, d, True)
-                else:
-                    longest = _longest_row(a, b, c, d, False)
-                _add_norm(norm, longest, _descale_of(scale), is_own)
+                _add_norm(norm, _longest_row(a, b, c, d), _descale_of(scale), is_own)
 
 
 @kernel(per_batch=[*PER_BATCH, "num_cells"])
