@@ -184,15 +184,12 @@ class TrainStep:
         return norm
 
     def _gradient_norm(self) -> Tensor:
+        # There is no clipping with sharded tables, but their gradients are not finite where others may be.
+        of_tables = [] if self.tables is None else self.tables.gate.gradients()
         if self.tensor_parallel is not None:
-            return self.tensor_parallel.gradient_norm(self._bare)
-        return total_norm(self._gradients())
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self.tables is not None:  # there is no clipping with them, but they are not finite where others may be
-            gradients += self.tables.gate.gradients()
-        return gradients
+            norms = torch.stack([self.tensor_parallel.gradient_norm(self._bare), total_norm(of_tables)])
+            return torch.linalg.vector_norm(norms)
+        return total_norm([p.grad for p in self._parameters if p.grad is not None] + of_tables)
 
     def _agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[float, bool]:
         """The loss summed over ranks, and whether loss, gradients and what entered FP8 products is finite on all."""

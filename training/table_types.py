@@ -152,12 +152,6 @@ def _check_combinations(config: ExperimentConfig, table: str) -> None:
                 f"{name} is not available with a sharded table ({table!r}), whose optimizer is part of its backward:"
                 " 'data_parallel' tables have it"
             )
-    num_peers = config.tensor_parallel.tensor_model_parallel_size
-    if num_peers > 1:  # TorchRec would shard them over all ranks
-        raise UnavailableError(
-            f"table {table!r} would be sharded, which is not available with "
-            f"TensorModelParallelArgs.tensor_model_parallel_size = {num_peers}: sharding type 'data_parallel' is"
-        )
 
 
 def _refused(config: ExperimentConfig) -> dict[str, bool]:

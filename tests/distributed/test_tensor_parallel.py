@@ -165,11 +165,6 @@ def test_what_cannot_be_is_refused(tmp_path, arguments, on_forked_ranks, capsys)
     assert (
         finished.stderr.count("error: ") == 1 and "needs a multiple of 2 ranks, and this run has 3" in finished.stderr
     )
-    sharded = ("DatasetArgs.sharding_types = {'item': 'row_wise'}", "OptimizerArgs.embedding_optimizer_str = 'sgd'")
-    more = (*sharded, "OptimizerArgs.embedding_weight_decay = 0.0")
-    finished = on_forked_ranks(2, [("train", arguments(tmp_path / "run", *more, peers(2)))])
-    assert finished.returncode == 2
-    assert "table 'item' would be sharded, which is not available with TensorModelParallelArgs" in finished.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -182,3 +177,53 @@ def test_loss_gone_nan_is_located_once(tmp_path, arguments, on_forked_ranks, num
     assert finished.returncode == 3
     assert finished.stderr.count("error: ") == 1, finished.stderr
     assert "the first value that is not finite on rank 0 is" in finished.stderr
+
+
+SHARDED = (
+    *WHOLE_USERS,
+    NO_DROPOUT,
+    "OptimizerArgs.embedding_weight_decay = 0.0",
+    "OptimizerArgs.embedding_learning_rate = 0.01",
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_peers", "optimizer"),
+    [
+        (2, 2, "rowwise_adagrad"),
+        (4, 2, "sgd"),
+        pytest.param(4, 2, "rowwise_adagrad", marks=NIGHTLY),
+        pytest.param(4, 4, "sgd", marks=NIGHTLY),
+    ],
+)
+def test_tables_sharded_over_all_ranks(tmp_path, arguments, on_forked_ranks, num_ranks, num_peers, optimizer):
+    """Peers look up the same rows, and the gradients that they send are the same: TorchRec's mean is one rank's."""
+    by_columns = "" if optimizer == "rowwise_adagrad" else ", 'age': 'column_wise'"
+    types = f"DatasetArgs.sharding_types = {{'item': 'row_wise', 'action': 'table_wise'{by_columns}}}"
+    settings = (*SHARDED, types, f"OptimizerArgs.embedding_optimizer_str = {optimizer!r}")
+    one, several = tmp_path / "one", tmp_path / "several"
+    on_one = arguments(one, *settings, "TrainerArgs.train_batch_size = 6")
+    batch = f"TrainerArgs.train_batch_size = {6 * num_peers // num_ranks}"
+    on_several = arguments(several, *settings, batch, peers(num_peers))
+
+    def train(command, ranks, *more):
+        finished = on_forked_ranks(ranks, [("train", [*command, *(w for b in more for w in ("--gin-bindings", b))])])
+        assert finished.returncode == 0, finished.stderr
+
+    train(on_one, 1)
+    train(on_several, num_ranks)
+    torch.testing.assert_close(losses(several), losses(one), rtol=1e-5, atol=0)
+    assert_close(tensors(several), tensors(one), bound=1e-4)
+    for place, metrics in evaluations(one).items():
+        for name in ("logloss", "ne"):
+            assert evaluations(several)[place][name] == pytest.approx(metrics[name], rel=1e-4), place
+    if num_peers < num_ranks:  # another batch of a rank is another configuration
+        return
+    # Each continues where the other has stopped.
+    one.rename(tmp_path / "kept")
+    several.rename(one)
+    (tmp_path / "kept").rename(several)
+    train(on_one, 1, "TrainerArgs.max_train_iters = 23")
+    train(on_several, num_ranks, "TrainerArgs.max_train_iters = 23")
+    assert len(losses(one)) == 23
+    torch.testing.assert_close(losses(several), losses(one), rtol=2e-5, atol=0)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from genrec.configs.schema import UnavailableError, UserError
+from genrec.configs.schema import UserError
 from genrec.hstu.attention.tuning import HALF_PRECISION_TILES
 from genrec.model.ranking import RankingModel
 from genrec.training.datasets import read_run_metadata
@@ -82,7 +82,8 @@ def test_ranks_that_share_the_layers_have_a_part_each(tmp_path, tiny_config, cap
     assert "│ head       │ 145" in tables[0] and "│ head       │ 73" in tables[1]
 
 
-def test_sharded_tables_are_refused_with_ranks_that_share_the_layers(tmp_path, tiny_config):
+def test_sharded_tables_lie_on_all_ranks_that_share_the_layers(tmp_path, tiny_config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     config = tiny_config(
         tmp_path / "run",
         "TensorModelParallelArgs.tensor_model_parallel_size = 2",
@@ -90,5 +91,8 @@ def test_sharded_tables_are_refused_with_ranks_that_share_the_layers(tmp_path, t
         "OptimizerArgs.embedding_optimizer_str = 'sgd'",
         "OptimizerArgs.embedding_weight_decay = 0.0",
     )
-    with pytest.raises(UnavailableError, match="table 'item' would be sharded, which is not available with Tensor"):
-        check(config, num_ranks=2)
+    check(config, num_ranks=2)
+    assert (
+        "│ item   │ 20   │ 16  │ row_wise      │ row_wise      │ fused  │ 5.96e-07    │ 5.96e-07 "
+        in capsys.readouterr().out
+    )
