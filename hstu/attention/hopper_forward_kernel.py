@@ -38,7 +38,7 @@ from genrec.hstu.attention.triton_spans import count_masked, key_spans, masked_t
 
 
 @gluon_jit
-def _find_tile(slot, schedule, offsets, num_users, num_rows, ROWS: gl.constexpr):
+def _find_tile(slot, schedule, num_users, ROWS: gl.constexpr):
     """As the Triton kernels': (user, first row, length, tile), and the slot of the user's first block of 128 tokens."""
     rank = find_rank(slot, schedule, num_users, ROWS)
     user, tokens_before, begin, length = load_ranked(rank, schedule, num_users)
@@ -360,8 +360,8 @@ def _attend(
 @gluon_kernel
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, out, q_descale, k_descale, v_descale, weight_scales,
-    schedule, offsets, num_contexts, num_targets, out_row, out_head,
-    num_users, num_rows, num_heads, window, group_size, half_alpha, inverse_seqlen,
+    schedule, num_contexts, num_targets, out_row, out_head,
+    num_users, num_heads, window, group_size, half_alpha, inverse_seqlen,
     DIM: gl.constexpr, KEYS: gl.constexpr, GROUPS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     EARLY: gl.constexpr, QUERY_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr, SCALES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
@@ -372,9 +372,7 @@ def forward_kernel(
     """
     ROWS: gl.constexpr = 64 * GROUPS
     head = gl.program_id(0) % num_heads
-    user, begin, length, tile, slot = _find_tile(
-        gl.program_id(0) // num_heads, schedule, offsets, num_users, num_rows, ROWS
-    )
+    user, begin, length, tile, slot = _find_tile(gl.program_id(0) // num_heads, schedule, num_users, ROWS)
     num_row_tiles = count_blocks(length, ROWS)
     if tile >= num_row_tiles:
         return

@@ -126,8 +126,8 @@ def _fetch_rows(
 @gluon_kernel
 def key_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, q8_tiles, g8_tiles, q_descale, k_descale, v_descale, g_descale,
-    weight_scales, score_scales, dk, dv, grad_row, schedule, offsets, num_contexts, num_targets,
-    num_users, num_rows, num_heads, window, group_size, half_alpha, inverse_seqlen,
+    weight_scales, score_scales, dk, dv, grad_row, schedule, num_contexts, num_targets,
+    num_users, num_heads, window, group_size, half_alpha, inverse_seqlen,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
     SCALES: gl.constexpr, HELD: gl.constexpr,
@@ -149,7 +149,7 @@ def key_grad_kernel(
     key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     head = gl.program_id(0) % num_heads
     slot = gl.program_id(0) // num_heads
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, KEYS)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, KEYS)
     first = tile * KEYS
     if first >= length:
         return

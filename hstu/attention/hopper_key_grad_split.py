@@ -301,8 +301,8 @@ def _key_group(
 @gluon_kernel
 def split_key_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, q8_tiles, g8_tiles, q_descale, k_descale, v_descale, g_descale,
-    weight_scales, score_scales, dk, dv, grad_row, schedule, offsets, num_contexts, num_targets,
-    num_users, num_rows, num_heads, window, group_size, half_alpha, inverse_seqlen,
+    weight_scales, score_scales, dk, dv, grad_row, schedule, num_contexts, num_targets,
+    num_users, num_heads, window, group_size, half_alpha, inverse_seqlen,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
     SCALES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -314,7 +314,7 @@ def split_key_grad_kernel(
     """
     head = gl.program_id(0) % num_heads
     slot = gl.program_id(0) // num_heads
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, KEYS)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, KEYS)
     first = tile * KEYS
     dk += begin * grad_row + head * DIM
     dv += begin * grad_row + head * DIM

@@ -119,8 +119,8 @@ def _fetch_keys(
 @gluon_kernel
 def query_grad_kernel(
     q_tiles, k_tiles, v_tiles, g_tiles, k8_tiles, q_descale, k_descale, v_descale, g_descale,
-    score_scales, dq, grad_row, schedule, offsets, num_contexts, num_targets,
-    num_users, num_rows, num_heads, window, group_size, half_alpha, inverse_seqlen,
+    score_scales, dq, grad_row, schedule, num_contexts, num_targets,
+    num_users, num_heads, window, group_size, half_alpha, inverse_seqlen,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
     SCALES: gl.constexpr, HELD: gl.constexpr,
@@ -142,7 +142,7 @@ def query_grad_kernel(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     head = gl.program_id(0) % num_heads
     slot = gl.program_id(0) // num_heads
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, ROWS)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, ROWS)
     num_blocks = count_blocks(length, ROWS)
     if tile >= num_blocks:
         return

@@ -24,7 +24,7 @@ def find_rank(slot, schedule, num_users, BLOCK: gl.constexpr):
 
 
 @gluon_jit
-def find_tile(slot, schedule, offsets, num_users, num_rows, BLOCK: gl.constexpr):
+def find_tile(slot, schedule, num_users, BLOCK: gl.constexpr):
     """As in the Triton kernels: (user, first row, length, tile) of a slot."""
     rank = find_rank(slot, schedule, num_users, BLOCK)
     user, tokens_before, begin, length = load_ranked(rank, schedule, num_users)

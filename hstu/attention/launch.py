@@ -31,7 +31,7 @@ def make_schedule(q: Tensor, request: Request) -> Tensor:
     schedule = torch.empty(SCHEDULE_ROWS, request.num_users + 1, dtype=torch.int32, device=q.device)
     with device_of(q):
         schedule_kernel[(request.num_users // _SCHEDULE_BLOCK + 1,)](
-            *(request.users()[0], schedule, request.num_users, q.shape[0]),
+            *(request.offsets.contiguous(), schedule, request.num_users, q.shape[0]),
             BLOCK=_SCHEDULE_BLOCK,
             OTHERS=_SCHEDULE_OTHERS,
         )

@@ -25,7 +25,7 @@ from genrec.hstu.precision.formats import E4M3
 
 _CELL_BLOCK = 256
 # A thread's, where a pass before has found the scales: more programs fit then, for a few numbers in local memory.
-_AMAX_REGISTERS, _REGISTERS = 64, 80
+_REGISTERS = 80
 
 
 def quantize_batch(
@@ -35,7 +35,7 @@ def quantize_batch(
 
     Descales of users without tokens and all of slots without a block are not written.
     """
-    num_users, (num_rows, num_heads, _) = request.num_users, q.shape
+    num_users, num_heads = request.num_users, q.shape[1]
     has_products = needs_grad and SCALES[mode] == "user"
     query, key = (_empty_rows(x, num_users, mode) for x in (q, k))
     value = _empty_rows(v, num_users, mode) if needs_grad else None
@@ -51,13 +51,11 @@ def quantize_batch(
     v_norm, norms, amax = cells.split([num_scales, 2 * num_scales, 6 * num_cells])
     if v.numel() > 0:
         q, k, v = (with_dense_heads(x) for x in (q, k, v))
-        batch = (schedule, request.users()[0], *strides(q, k, v), num_users, num_rows, num_heads)
+        batch = (schedule, *strides(q, k, v), num_users, num_heads)
         constants = _constants(q, v, mode, parts=3)
         with device_of(q):
             if num_cells > 0:
-                kernels.amax_kernel[_grid(q, request, 3)](
-                    *(q, k, v, amax, num_cells, *batch), **constants, **_registers(q, num_cells, _AMAX_REGISTERS)
-                )
+                kernels.amax_kernel[_grid(q, request, 3)](q, k, v, amax, num_cells, *batch, **constants)
             kernels.quantize_kernel[_grid(q, request, 3)](
                 *(q, k, v, query.values, key.values, None if value is None else value.values),
                 *(_as_words(x) for x in (*other_tiles, tiles.values)),
@@ -65,7 +63,7 @@ def quantize_batch(
                 *(amax if num_cells > 0 else None, num_cells, norms, v_norm if has_products else None),
                 *batch,
                 **constants,
-                **_registers(q, num_cells, _REGISTERS),
+                **_registers(q, num_cells),
             )
             _bound_scale(norms[:num_scales], norms[num_scales:], weight_scale, abs(request.alpha))
     return QuantizedBatch(
@@ -87,7 +85,7 @@ def quantize_grad(
 
     mode: of the attention. v_norm: of :func:`quantize_batch`.
     """
-    num_users, (num_rows, num_heads, _) = request.num_users, grad.shape
+    num_users, num_heads = request.num_users, grad.shape[1]
     mode = grad_mode(mode)
     rows = _empty_rows(grad, num_users, mode)
     tiles = None if v_norm is None else _empty_tiles(grad, num_users)
@@ -97,22 +95,18 @@ def quantize_grad(
     amax, norm = cells.split([2 * num_cells, num_norms])
     if grad.numel() > 0:
         grad = with_dense_heads(grad)
-        batch = (schedule, request.users()[0], *strides(grad, grad, grad), num_users, num_rows, num_heads)
+        batch = (schedule, *strides(grad, grad, grad), num_users, num_heads)
         constants = _constants(grad, grad, mode, parts=1)
         with device_of(grad):
             if num_cells > 0:
-                kernels.amax_kernel[_grid(grad, request, 1)](
-                    *(None, None, grad, amax, num_cells, *batch),
-                    **constants,
-                    **_registers(grad, num_cells, _AMAX_REGISTERS),
-                )
+                kernels.amax_kernel[_grid(grad, request, 1)](None, None, grad, amax, num_cells, *batch, **constants)
             kernels.quantize_kernel[_grid(grad, request, 1)](
                 *(None, None, grad, None, None, rows.values, None, None, _as_words(tiles)),
                 *(None, None, rows.descale, None),
                 *(amax if num_cells > 0 else None, num_cells, None, None if v_norm is None else norm),
                 *batch,
                 **constants,
-                **_registers(grad, num_cells, _REGISTERS),
+                **_registers(grad, num_cells),
             )
             if v_norm is not None and score_scale is not None:
                 _bound_scale(norm, v_norm.view(torch.int32), score_scale, MAX_SLOPE)
@@ -166,9 +160,9 @@ def _grid(x: Tensor, request: Request, parts: int) -> tuple[int]:
     return (request.grid(x, BLOCK)[0] * parts,)
 
 
-def _registers(x: Tensor, num_cells: int, most: int) -> dict[str, int]:
-    """Options of kernels; none where they need more than that: of wide numbers, and with scales of their own."""
-    return {"maxnreg": most} if num_cells > 0 and x.element_size() == 2 else {}
+def _registers(x: Tensor, num_cells: int) -> dict[str, int]:
+    """An option of the kernel; none where it needs more than that: of wide numbers, and with scales of its own."""
+    return {"maxnreg": _REGISTERS} if num_cells > 0 and x.element_size() == 2 else {}
 
 
 def _constants(q: Tensor, v: Tensor, mode: str, *, parts: int) -> dict[str, Any]:

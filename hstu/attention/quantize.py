@@ -94,8 +94,8 @@ def _magnitude_bits(x):
 
 @kernel(per_batch=[*PER_BATCH, "num_cells"])
 def amax_kernel(
-    q, k, v, amax, num_cells, schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head,
-    num_users, num_rows, num_heads,
+    q, k, v, amax, num_cells, schedule, q_row, q_head, k_row, k_head, v_row, v_head,
+    num_users, num_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def amax_kernel(
     The bits of the largest finite magnitudes, then 1 where there are others.
     """
     part, slot, head = _find_work(num_heads, PARTS)
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, _BLOCK)
     first = tile * _BLOCK
     if (first >= length) | (user == num_users):
         return
@@ -288,7 +288,7 @@ def _quantize(
 def quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_tiles, k_tiles, v_tiles, q_descale, k_descale, v_descale, v_tile_descale,
     amax, num_cells, norms, v_norms,
-    schedule, offsets, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_rows, num_heads,
+    schedule, q_row, q_head, k_row, k_head, v_row, v_head, num_users, num_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -298,7 +298,7 @@ def quantize_kernel(
     v_norms: (B, H), of v. v_tile_descale: where tiles have other scales than rows.
     """
     part, slot, head = _find_work(num_heads, PARTS)
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, _BLOCK)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, _BLOCK)
     first = (tile * _BLOCK).to(tl.int32)
     if first >= length:
         return

@@ -38,16 +38,16 @@ class Request:
         return self.offsets.shape[0] - 1
 
     def users(self) -> tuple[Tensor, ...]:
-        """Offsets, contexts and targets. What isn't there is never read, but something must stand for it."""
-        return tuple(self._or_offsets(x) for x in (self.offsets, self.num_contexts, self.num_targets))
+        """Contexts and targets. What isn't there is never read, but something must stand for it."""
+        return tuple(self._or_offsets(x) for x in (self.num_contexts, self.num_targets))
 
     def pointers(self) -> tuple[Tensor, ...]:
         """:meth:`users`, and the four tensors of the relative bias."""
         return (*self.users(), *(self._or_offsets(x) for x in tensors_of(self.bias)))
 
     def sizes(self, q: Tensor) -> tuple[int, ...]:
-        """B, T, H, the window, and how many targets a group has."""
-        return (self.num_users, *q.shape[:2], self.rules.max_attn_len, self.rules.target_group_size)
+        """B, H, the window, and how many targets a group has."""
+        return (self.num_users, q.shape[1], self.rules.max_attn_len, self.rules.target_group_size)
 
     def factors(self) -> tuple[float, float]:
         """Of all scores, by half their size, and of all results."""

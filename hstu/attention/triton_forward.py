@@ -44,9 +44,9 @@ def _add_fp8_values(
 @kernel()
 def forward_kernel(
     q, k, v, out, key_tiles, value_tiles, q_descale, k_descale, v_descale, weight_scale,
-    schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
+    schedule, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-    num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
+    num_users, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
@@ -59,7 +59,7 @@ def forward_kernel(
     """
     head = tl.program_id(0) % num_heads
     slot = tl.program_id(0) // num_heads
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, ROWS)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, ROWS)
     num_tiles = count_blocks(length, ROWS)
     if tile >= num_tiles:
         return

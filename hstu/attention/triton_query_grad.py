@@ -54,9 +54,9 @@ def _query_grad_step(
 def query_grad_kernel(
     q, k, v, grad_out, q_fp8, k_fp8, v_fp8, grad_fp8, q_descale, k_descale, v_descale, grad_descale, score_scales,
     dq, position_grad, time_grad, key_tiles, value_tiles,
-    schedule, offsets, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
+    schedule, num_contexts, num_targets, position_weight, time_weight, query_times, key_times,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, grad_row,
-    num_users, num_rows, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
+    num_users, num_heads, window, group_size, num_positions, num_buckets, half_alpha, inverse_seqlen,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     TANH: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, CONTEXTS: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
@@ -69,7 +69,7 @@ def query_grad_kernel(
     """
     head = tl.program_id(0) % num_heads
     slot = tl.program_id(0) // num_heads
-    user, begin, length, tile = find_tile(slot, schedule, offsets, num_users, num_rows, ROWS)
+    user, begin, length, tile = find_tile(slot, schedule, num_users, ROWS)
     num_tiles = count_blocks(length, ROWS)
     if tile >= num_tiles:
         return

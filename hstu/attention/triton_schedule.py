@@ -70,7 +70,7 @@ def load_ranked(rank, schedule, num_users):
 
 
 @jit
-def find_tile(slot, schedule, offsets, num_users, num_rows, BLOCK: tl.constexpr):
+def find_tile(slot, schedule, num_users, BLOCK: tl.constexpr):
     """(user, first row, length, tile) of a slot; the tile is beyond the user's last where the slot is left over."""
     num_started = 0
     for first in range(0, num_users + 1, _RANKS):
