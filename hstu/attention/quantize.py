@@ -248,12 +248,12 @@ def _quantize(
             low = tl.maximum(tl.max(_magnitudes(a), axis=0), tl.max(_magnitudes(b), axis=0))
             high = tl.maximum(tl.max(_magnitudes(c), axis=0), tl.max(_magnitudes(d), axis=0))
             scale = _scale_of(tl.maximum(low, high))
+            across = scale[None, :]
+            a, b = _finite_or_nan(a) * across, _finite_or_nan(b) * across
+            c, d = _finite_or_nan(c) * across, _finite_or_nan(d) * across
             if is_own:
                 columns = tl.arange(0, DIM_BLOCK)
                 tl.store(tile_descale + (slot * num_heads + head) * DIM_BLOCK + columns, _descale_of(scale))
-                scale = scale[None, :]
-                a, b = _finite_or_nan(a) * scale, _finite_or_nan(b) * scale
-                c, d = _finite_or_nan(c) * scale, _finite_or_nan(d) * scale
                 _store_tile(a, b, c, d, tiles, slot, head, num_heads, DIM_BLOCK)
     else:
         # Most tensors hold nothing that isn't finite, and where a pass before has seen that none is looked at again.

@@ -19,6 +19,7 @@ def on_hopper(monkeypatch):
     """As if tensors lay on such a GPU."""
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "is_hopper", lambda _: True)
+    monkeypatch.setattr("genrec.hstu.attention.request.SHORT", 0)  # users of few tokens count as long
 
 
 def draw(width, *, value_width=None, dtype=torch.bfloat16):
@@ -53,6 +54,16 @@ def test_what_it_serves(dtype):
     q, k, v = draw(128, dtype=dtype)
     assert hopper_forward.why_not(q, k, v, REQUEST) is None
     assert hopper_backward.why_not(q, k, v, v, REQUEST) is None
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_short_users_of_wide_heads_go_forward_in_triton(monkeypatch):
+    monkeypatch.setattr("genrec.hstu.attention.request.SHORT", 512)
+    for width, reason in ((64, None), (128, "share a width of 64, 256, not 128"), (256, None)):
+        q, k, v = draw(width)
+        found = hopper_forward.why_not(q, k, v, REQUEST)
+        assert (found is None) if reason is None else (reason in found)
+        assert hopper_backward.why_not(q, k, v, v, REQUEST) is None
 
 
 @pytest.mark.usefixtures("on_hopper")
