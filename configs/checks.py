@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from genrec.configs.errors import ConfigError
@@ -30,6 +30,10 @@ def convert_fields(args: Any) -> None:
             converted = _convert(value, hint)
         except _Mismatch:
             raise refusal(args, name, f"must be {_describe_hint(hint)}") from None
+        plain = list(_plain_values(converted))
+        small = all(abs(number) < 2**63 for number in plain if isinstance(number, int))
+        require(args, name, small, "must be below 2**63, being kept in 64 bits")
+        require(args, name, all("\0" not in text for text in plain if isinstance(text, str)), "must not hold a NUL")
         set_field(args, name, converted)
 
 
@@ -135,6 +139,18 @@ def _convert(value: Any, hint: Any) -> Any:
             raise _Mismatch
         return value
     return _convert_plain(value, hint)
+
+
+def _plain_values(value: Any) -> Iterator[Any]:
+    """What is in containers, or ``value`` itself."""
+    if isinstance(value, dict):
+        yield from value
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        for element in value:
+            yield from _plain_values(element)
+    else:
+        yield value
 
 
 def _convert_union(value: Any, alternatives: tuple[Any, ...]) -> Any:

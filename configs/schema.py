@@ -53,7 +53,6 @@ BEST_METRICS = tuple(f"{protocol}{name}" for protocol in ("", "sequential/", "fr
 RETRIEVAL_METRIC = re.compile(r"(HR|NDCG|MRR)@[1-9][0-9]*")
 KV_CHANNELS_MULTIPLE = 8
 MAX_HANG_TIMEOUT_S = 1500.0
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,6 @@ class TrainerArgs:
         require_at_least(self, 1, "train_batch_size", "eval_batch_size", "log_interval", "max_train_iters")
         require_at_least(self, 1, "max_eval_iters", "keep_checkpoints", "accumulate_steps")
         require_at_least(self, 0, "eval_interval", "seed", "profile_step_start", "warmup_steps")
-        require(self, "seed", self.seed <= MAX_SEED, "must be below 2**63, being kept in 64 bits")
         require_at_least(self, -1, "ckpt_save_interval")
         require_positive(self, "grad_clip_norm", "hang_timeout_s")
         sooner = self.hang_timeout_s is None or self.hang_timeout_s <= MAX_HANG_TIMEOUT_S
@@ -119,6 +117,8 @@ class TrainerArgs:
         require_choice(self, "pipeline_type", ("none", "native", "prefetch"))
         require_choice(self, "resume", ("auto", "never"))
         require_choice(self, "ckpt_load_parts", ("all", "embedding", "dense"))
+        loads = self.ckpt_load_parts == "all" or bool(self.ckpt_load_dir)
+        require(self, "ckpt_load_parts", loads, "needs ckpt_load_dir, of which it says what is read")
         require_choice(self, "best_metric", BEST_METRICS)
         evaluates = self.best_metric is None or self.eval_interval > 0
         require(self, "best_metric", evaluates, "needs evaluations to choose from, with eval_interval above 0")
@@ -385,7 +385,8 @@ class NetworkArgs:
         require_choice(self, "time_encoding_reference", ("last", "previous"))
         require_choice(self, "contextual_mask", CONTEXTUAL_MASKS)
         require_choice(self, "action_fusion", ("none", "add"))
-        require(self, "qk_bias_init", abs(self.qk_bias_init) < float("inf"), "must be finite")
+        for name in ("qk_bias_init", "item_feature_scale"):
+            require(self, name, abs(getattr(self, name)) < float("inf"), "must be finite")
         self._check_layer_style()
 
     def _check_layer_style(self) -> None:

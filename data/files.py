@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -29,6 +33,22 @@ def link_atomically(link: Path, target: str) -> None:
     beside.symlink_to(target)
     beside.replace(link)
     sync(link.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within it no other process holds the file ``path``, which is made. Raises BlockingIOError where one does.
+
+    The system frees it however the process ends, and no child has it: a loader's worker may outlive a killed run.
+    Where the file system has no locks it holds nothing.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path)) from error
+        yield
 
 
 def sync(path: Path) -> None:

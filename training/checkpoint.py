@@ -40,6 +40,7 @@ LOG = logging.getLogger(__name__)
 STEP_NAME = re.compile(r"step_(\d{8,})")
 WRITING_PREFIX = ".writing_"
 MANIFEST = "manifest.json"
+METADATA = ".metadata"  # of torch.distributed.checkpoint
 BEST = "best"
 
 
@@ -52,7 +53,7 @@ def newest_checkpoint(directory: Path, *, sign: Callable[[], None] = lambda: Non
 
     ``sign`` is called after each file that has been read.
     """
-    if not directory.is_dir():
+    if not _is_folder(directory):
         return None
     for leftover in sorted(directory.glob(f"{WRITING_PREFIX}step_*")):
         LOG.warning("ignored %s: its writing was interrupted", leftover)
@@ -70,10 +71,16 @@ def find_fault(path: Path, *, sign: Callable[[], None] = lambda: None) -> str | 
         digests = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
         return f"it has no readable {MANIFEST}"
+    if not isinstance(digests, dict) or METADATA not in digests:
+        return f"its {MANIFEST} is not what was written"
     for name, digest in digests.items():
         if not (path / name).is_file():
             return f"its file {name} is missing"
-        if file_digest(path / name) != digest:
+        try:
+            found = file_digest(path / name)
+        except OSError as error:
+            return f"its file {name} cannot be read ({error.strerror})"
+        if found != digest:
             return f"its file {name} is not what was written"
         sign()
     return None
@@ -84,7 +91,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError where there is none or it is damaged.
     """
-    if not path.is_dir():
+    if not _is_folder(path):
         raise CheckpointError(f"no checkpoint folder {path}")
     if STEP_NAME.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
         fault = find_fault(path)
@@ -179,6 +186,13 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its name."""
     match = STEP_NAME.fullmatch(path.name)
@@ -187,5 +201,9 @@ def step_of(path: Path) -> int:
 
 
 def by_step(directory: Path) -> list[Path]:
-    """The folders named as checkpoints, newest first."""
-    return sorted((p for p in directory.iterdir() if STEP_NAME.fullmatch(p.name)), key=step_of, reverse=True)
+    """The folders named as checkpoints, newest first. Raises CheckpointError where ``directory`` cannot be read."""
+    try:
+        named = [path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name)]
+    except OSError as error:
+        raise CheckpointError(f"checkpoints in {directory} cannot be read: {error.strerror}") from error
+    return sorted(named, key=step_of, reverse=True)

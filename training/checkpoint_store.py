@@ -61,7 +61,7 @@ class CheckpointStore:
                 LOG.warning("no checkpoint in %s is whole: starts anew", self.directory)
             return found
 
-        return self.ranks.gather(find() if self.ranks.is_main else None)[0]
+        return self.ranks.gather(self.ranks.together(lambda: find() if self.ranks.is_main else None))[0]
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, newest first, whole or not."""
@@ -114,7 +114,7 @@ class CheckpointStore:
     def mark_best(self, step: int) -> None:
         """Let "best" lead to checkpoint ``step``, and drop the one before where it is not among the newest."""
         self.finish()
-        _main_only(lambda: self._mark_best(step), self.ranks)
+        _main_only(lambda: self._mark_best(step, last_step=step), self.ranks)
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}"
@@ -158,16 +158,18 @@ class CheckpointStore:
         writing.rename(final)
         sync(self.directory)
         if content.best_step is None:
-            self._prune(None)
+            self._prune(None, last_step=content.step)
         else:
-            self._mark_best(content.best_step)
+            self._mark_best(content.best_step, last_step=content.step)
 
-    def _mark_best(self, step: int) -> None:
+    def _mark_best(self, step: int, *, last_step: int) -> None:
         link_atomically(self.directory / BEST, f"step_{step:08d}")
-        self._prune(step)
+        self._prune(step, last_step=last_step)
 
-    def _prune(self, best_step: int | None) -> None:
-        for path in by_step(self.directory)[self.keep :]:
+    def _prune(self, best_step: int | None, *, last_step: int) -> None:
+        """Those beyond ``last_step`` are damaged, for else the run would have continued from them: they don't count."""
+        saved = [path for path in by_step(self.directory) if step_of(path) <= last_step]
+        for path in saved[self.keep :]:
             if step_of(path) != best_step:
                 self._remove(path)
 

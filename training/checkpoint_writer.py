@@ -50,6 +50,8 @@ def on_disk(action: Callable[[], None]) -> None:
         if not isinstance(cause, (OSError, RuntimeError)):
             raise
         reason = str(cause).strip().splitlines()[0]
+        if isinstance(cause, RuntimeError):  # of PyTorch's writer, which does not say why the system took less
+            reason = f"a file took less than was written to it, is the disk full? (PyTorch: {reason})"
         raise CheckpointError(f"cannot write a checkpoint: {reason}") from error
 
 

@@ -69,6 +69,7 @@ def evaluate(
                 table.add(on_device, scores=scores, labels=labels)
             ranks.progress.enter(reading)
     ranks.progress.enter(f"metrics of the {split} split")
+    metrics.ensure_filled()  # a peer has counted nothing, of which torchmetrics would warn
     return Evaluation(split, protocol, metrics.compute(), int(ranks.sum(num_targets)))
 
 

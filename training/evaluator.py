@@ -18,6 +18,7 @@ from genrec.model.table_specs import embedding_tables
 from genrec.training import restore
 from genrec.training.datasets import RunData
 from genrec.training.evaluation import Evaluation, evaluate
+from genrec.training.memory import enough_memory
 from genrec.training.metrics import RankingMetrics
 from genrec.training.ranks import Ranks
 from genrec.training.score_table import ScoreTable
@@ -62,7 +63,8 @@ class Evaluator:
             self.table_specs, self._table_config, device_type=ranks.device.type, world_size=ranks.world_size
         )
         seed_everything(config.trainer.seed)  # equal on all ranks, for equal first weights
-        self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
+        with enough_memory():
+            self.model = RankingModel(config, metadata=self.data.metadata, sharded=self._sharded)
         self.tables: ShardedTables | None = None
         self.tensor_parallel: TensorParallelWeights | None = None
         wanted = {*STANDARD_METRICS, *config.ranking.eval_metrics}

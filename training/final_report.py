@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from genrec.configs.schema import UserError
 from genrec.data.files import write_atomically
 from genrec.data.format import PROTOCOLS
 from genrec.hstu.precision.table import PrecisionRow
@@ -71,11 +72,18 @@ def write_report(
     config_text: str,
     precision: Sequence[PrecisionRow] = (),
 ) -> list[Path]:
-    """Write report.png and report.html into ``output_dir`` from the lines of metrics.jsonl; returns their paths."""
+    """Write report.png and report.html into ``output_dir`` from the lines of metrics.jsonl; returns their paths.
+
+    Raises UserError where the disk refuses.
+    """
     picture = _curves(lines)
     png, page = output_dir / "report.png", output_dir / "report.html"
-    png.write_bytes(picture)
-    write_atomically(page, _page(lines, results, picture=picture, config_text=config_text, precision=precision))
+    text = _page(lines, results, picture=picture, config_text=config_text, precision=precision)
+    try:
+        png.write_bytes(picture)
+        write_atomically(page, text)
+    except OSError as error:
+        raise UserError(f"the report in {output_dir} cannot be written: {error.strerror}") from error
     return [page, png]
 
 

@@ -1,13 +1,15 @@
-"""Estimates of a rank's memory, from the configuration and the shapes of weights."""
+"""Estimates of a rank's memory, from the configuration and shapes of weights; what is said where it is too small."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from genrec.configs.schema import ExperimentConfig
+from genrec.configs.schema import ExperimentConfig, UserError
 from genrec.hstu.layer import HSTULayer
 from genrec.hstu.preprocessor import DTYPES
 from genrec.model.row_map import BYTES_OF_ROW, row_maps
@@ -16,6 +18,20 @@ from genrec.training.optim import embedding_parameters, table_optimizer
 
 # Numbers that an optimizer keeps for each weight, and for each row, which are next to nothing beside a row's weights.
 MOMENTS = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0), "adamw": (2, 0)}
+
+
+@contextlib.contextmanager
+def enough_memory() -> Iterator[None]:
+    """What PyTorch says within it of memory that is not there, or can't be counted, becomes a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if "allocate" not in reason and "overflow" not in reason:
+            raise
+        raise UserError(
+            f"the model does not fit into memory, --check shows what its parts take (PyTorch: {reason})"
+        ) from error
 
 
 def weight_memory(config: ExperimentConfig, model: nn.Module, *, world_size: int) -> dict[str, int]:

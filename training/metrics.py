@@ -77,7 +77,7 @@ class RankingMetrics(Metric):
 
     def compute(self) -> dict[str, float]:
         """``{"auc": ..}`` over all ranks' targets; the names of further tasks end in _task1, _task2, ..."""
-        self._ensure_filled()
+        self.ensure_filled()
         scores, labels, hits, user_ids = map(dim_zero_cat, (self.scores, self.labels, self.hits, self.user_ids))
         results: dict[str, float] = {}
         for task in range(self.num_tasks):
@@ -90,10 +90,10 @@ class RankingMetrics(Metric):
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
         """Gathers all ranks' targets; every rank takes part, also one that has none."""
-        self._ensure_filled()
+        self.ensure_filled()
         super().sync(*args, **kwargs)
 
-    def _ensure_filled(self) -> None:
+    def ensure_filled(self) -> None:
         """Gives a rank without targets zero rows of the right width and dtype, since a gather needs equal ones."""
         if isinstance(self.scores, list) and not self.scores:
             empty = torch.empty(0, self.num_tasks, dtype=torch.float64, device=self.device)

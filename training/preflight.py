@@ -13,7 +13,7 @@ from torch import nn
 
 from genrec.configs.availability import check_available
 from genrec.configs.loading import describe
-from genrec.configs.schema import ExperimentConfig
+from genrec.configs.schema import ExperimentConfig, TrainerArgs
 from genrec.hstu.attention import tuning
 from genrec.hstu.attention.interface import check_device
 from genrec.hstu.parallel import TensorParallel
@@ -24,14 +24,14 @@ from genrec.model.table_specs import embedding_tables
 from genrec.training.checkpoint import require_writable, resolve_checkpoint
 from genrec.training.console import LOG_WIDTH
 from genrec.training.datasets import read_run_metadata
-from genrec.training.memory import activation_memory, weight_memory
+from genrec.training.memory import activation_memory, enough_memory, weight_memory
 from genrec.training.precision_report import model_rows, precision_table
 from genrec.training.process_group import choose_device
 from genrec.training.table_budget import GIB, table_budget
 from genrec.training.table_placement import placement_table, placements
 from genrec.training.table_plan import plan_tables
 from genrec.training.table_types import sharded_tables
-from genrec.training.tensor_parallel import TensorParallelWeights
+from genrec.training.tensor_parallel import TensorParallelWeights, check_num_ranks
 
 MIB = 2**20
 
@@ -43,13 +43,15 @@ def check(config: ExperimentConfig, *, num_ranks: int = 1) -> None:
     Raises UserError where the configuration cannot be run.
     """
     require_available(config)
+    num_peers = config.tensor_parallel.tensor_model_parallel_size
+    check_num_ranks(num_ranks, tensor_parallel_size=num_peers)
     check_places(config)
     metadata = read_run_metadata(config)
     device = choose_device(config.trainer.device)
     tables = embedding_tables(config, metadata)
     sharded = sharded_tables(tables, config, device_type=device.type, world_size=num_ranks)
-    model = RankingModel(config, metadata=metadata, sharded=sharded, device=torch.device("meta"))
-    num_peers = config.tensor_parallel.tensor_model_parallel_size
+    with enough_memory():
+        model = RankingModel(config, metadata=metadata, sharded=sharded, device=torch.device("meta"))
     if num_peers > 1:
         TensorParallelWeights(model, TensorParallel(size=num_peers))  # what the first of them has
     tokens = feature_layout(config, metadata).max_num_tokens
@@ -95,12 +97,16 @@ def require_available(config: ExperimentConfig) -> None:
 
 def check_places(config: ExperimentConfig) -> None:
     """Raise UserError where a run could not write its outputs, or read the checkpoint to start from; writes nothing."""
-    trainer = config.trainer
+    check_writable(config.trainer)
+    if config.trainer.ckpt_load_dir:
+        resolve_checkpoint(Path(config.trainer.ckpt_load_dir))
+
+
+def check_writable(trainer: TrainerArgs) -> None:
+    """Raise UserError where a run could not write its outputs; writes nothing."""
     for name, folder in (("output_dir", trainer.output_dir), ("ckpt_save_dir", trainer.ckpt_save_dir)):
         if folder:
             require_writable(Path(folder), what=f"TrainerArgs.{name} = {folder!r}")
-    if trainer.ckpt_load_dir:
-        resolve_checkpoint(Path(trainer.ckpt_load_dir))
 
 
 def _parameter_table(model: nn.Module) -> Table:

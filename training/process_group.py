@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ from genrec.training.ranks import PeerStopped, RankError, Ranks
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 TELLING_TIMEOUT = datetime.timedelta(seconds=20)
+TRACEBACK = "traceback"  # is what Python shows of the error, as it ends
 
 
 @contextlib.contextmanager
@@ -102,9 +104,11 @@ def speaks(error: UserError) -> bool:
 
 def _tell_in_order(error: BaseException) -> None:
     """Let the rank that speaks do so before any other ends: torchrun stops all ranks when the first one ends."""
-    if not isinstance(error, UserError):
-        return
     store = dist.distributed_c10d._get_default_store()
+    if not isinstance(error, UserError):
+        with contextlib.suppress(RuntimeError):  # the store's rank has ended
+            store.set("genrec_error_told", TRACEBACK)
+        return
     if speaks(error):
         tell(error)
         store.set("genrec_error_told", "")
@@ -112,6 +116,8 @@ def _tell_in_order(error: BaseException) -> None:
     with contextlib.suppress(RuntimeError):  # nobody told it in time, or the store's rank has ended
         store.wait(["genrec_error_told"], TELLING_TIMEOUT)
         error.told = True
+        if store.get("genrec_error_told").decode() == TRACEBACK:
+            time.sleep(1.0)
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

@@ -39,9 +39,8 @@ class RunLog:
             keep_lines(self.path, lambda line: line.get("step", first_step + 1) <= first_step)
             self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
         except OSError as error:
-            raise UserError(
-                f"the log in {output_dir} cannot be written: {error.strerror} ({error.filename})"
-            ) from error
+            where = output_dir if error.filename is None else error.filename
+            raise UserError(f"the log in {output_dir} cannot be written: {error.strerror} ({where})") from error
         if CONSOLE.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=CONSOLE)

@@ -139,27 +139,25 @@ class RunCheckpoints:
         LOG.info("starts from the %s %s of %s", what, optimizers, path)
 
     def _continue_from(self, path: Path) -> int:
-        same_run.check_same_run(path, self._config)
         host = read_host(path, rank=0)
+        data_sizes = (int(host["world_size"]), self._ranks.data_size)
+        same_run.check_same_run(path, self._config, data_sizes=data_sizes)
         same_run.check_same_data(path, saved=host["data"], current=self._data.identity)
         restore.restore_tensors(path, self._state)
         self._loader.load_state_dict(host["loader"])
         self._meter.values = host["meter"]
-        self._continue_random(path, host)
+        self._continue_random(path, host, data_sizes=data_sizes)
         self._saved_step = int(host["step"])
         return self._saved_step
 
-    def _continue_random(self, path: Path, host: Mapping[str, Any]) -> None:
+    def _continue_random(self, path: Path, host: Mapping[str, Any], *, data_sizes: tuple[int, int]) -> None:
         """Take the random state of this rank's part of the data, where the data has as many parts as then."""
-        if host["world_size"] == self._ranks.data_size:
+        if data_sizes[0] == data_sizes[1]:
             # Peers have the same random state.
             place = self._ranks.data_rank * host.get("tensor_parallel_size", 1)
             set_random_state(read_host(path, rank=place)["random"])
             LOG.info("continues from %s", path)
         else:
-            LOG.warning(
-                "continues from %s of %d ranks with %d: with other global batches and random numbers than there",
-                path,
-                host["world_size"],
-                self._ranks.data_size,
-            )
+            same = same_run.same_global_batches(path, self._config, data_sizes=data_sizes)
+            other = "random numbers" if same else "global batches and random numbers"
+            LOG.warning("continues from %s of %d ranks with %d: with other %s than there", path, *data_sizes, other)

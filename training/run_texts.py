@@ -6,12 +6,9 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
-from pathlib import Path
 
 from genrec.configs.loading import operative_text
-from genrec.configs.schema import ExperimentConfig, UserError
-from genrec.data.files import write_atomically
+from genrec.configs.schema import ExperimentConfig
 from genrec.training.same_run import config_values
 
 PACKAGES = ("genrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "transformer-engine", "triton")
@@ -25,17 +22,6 @@ def run_texts(config: ExperimentConfig) -> dict[str, str]:
         "config.json": json.dumps(config_values(config), indent=1),
         "versions.json": json.dumps(versions(), indent=1),
     }
-
-
-def write_config(texts: Mapping[str, str], output_dir: Path) -> None:
-    """Put the gin files of ``texts`` into ``output_dir``. Raises UserError where that cannot be written."""
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("config.gin", "operative_config.gin"):
-            write_atomically(output_dir / name, texts[name])
-    except OSError as error:
-        reason = f"{error.strerror} ({error.filename})"
-        raise UserError(f"TrainerArgs.output_dir = {str(output_dir)!r} cannot be written: {reason}") from error
 
 
 def versions() -> dict[str, str]:

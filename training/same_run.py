@@ -44,13 +44,18 @@ def config_values(config: ExperimentConfig) -> dict[str, Any]:
     return plain
 
 
-def check_same_run(path: Path, config: ExperimentConfig) -> None:
-    """Raises CheckpointError naming the fields in which ``config`` is another run than the checkpoint's."""
+def check_same_run(path: Path, config: ExperimentConfig, *, data_sizes: tuple[int, int]) -> None:
+    """Raises CheckpointError naming the fields in which ``config`` is another run than the checkpoint's.
+
+    data_sizes: into how many parts the data went there, and goes here (``Ranks.data_size``).
+    """
     saved = _flat(_without_sharding(json.loads((path / "config.json").read_text())))
     current = _flat(_without_sharding(config_values(config)))
     free = {f"{name}.{field}" for name, fields in FREE_FIELDS.items() for field in fields}
     if config.trainer.lr_schedule != "constant":  # the others are laid out over the whole run
         free.remove("TrainerArgs.max_train_iters")
+    if same_global_batches(path, config, data_sizes=data_sizes):
+        free.add("TrainerArgs.train_batch_size")
     names = sorted((saved.keys() | current.keys()) - free)
     changes = [
         f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
@@ -62,6 +67,12 @@ def check_same_run(path: Path, config: ExperimentConfig) -> None:
             f"cannot continue from {path}, which has another configuration ({', '.join(changes)}): choose another "
             "TrainerArgs.output_dir or undo the change"
         )
+
+
+def same_global_batches(path: Path, config: ExperimentConfig, *, data_sizes: tuple[int, int]) -> bool:
+    """Whether a step reads as many users as in the checkpoint's run, on however many ranks."""
+    saved = json.loads((path / "config.json").read_text())["TrainerArgs"]["train_batch_size"]
+    return bool(saved * data_sizes[0] == config.trainer.train_batch_size * data_sizes[1])
 
 
 def same_optimizers(path: Path, config: ExperimentConfig) -> bool:

@@ -95,7 +95,9 @@ def _write(table: ScoreTable, path: Path, evaluator: Evaluator, ranks: Ranks) ->
         try:
             write_table(rows, path)
         except OSError as error:
-            raise UserError(f"--scores {path} cannot be written: {error.strerror} ({error.filename})") from error
+            # Those of polars have a message alone.
+            reason = str(error).splitlines()[0] if error.strerror is None else f"{error.strerror} ({error.filename})"
+            raise UserError(f"--scores {path} cannot be written: {reason}") from error
 
     ranks.together(lambda: write() if ranks.is_main else None)
 

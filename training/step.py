@@ -209,6 +209,7 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.step()
         if self.tables is not None:
+            self.ranks.progress.enter("optimizer of shared tables")  # whose backward waits for the other ranks
             self.tables.step()
         if self.average is not None:
             self.average.update(step)

@@ -34,13 +34,9 @@ def with_peers(ranks: Ranks, tensor_parallel_size: int) -> Ranks:
     Raises ConfigError for a number of ranks that is no multiple of ``tensor_parallel_size``.
     """
     size, world_size = tensor_parallel_size, ranks.world_size
+    check_num_ranks(world_size, tensor_parallel_size=size)
     if size == 1:
         return ranks
-    if world_size % size:
-        raise ConfigError(
-            f"TensorModelParallelArgs.tensor_model_parallel_size = {size} needs a multiple of {size} ranks, and this "
-            f"run has {world_size}: start as many with torchrun --nproc_per_node, or bind 1"
-        )
     rows = [list(range(first, first + size)) for first in range(0, world_size, size)]
     columns = [list(range(first, world_size, size)) for first in range(size)]
     # Every rank makes every group, in one order.
@@ -49,6 +45,16 @@ def with_peers(ranks: Ranks, tensor_parallel_size: int) -> Ranks:
     place, row = ranks.rank % size, ranks.rank // size
     tensor = TensorParallel(rank=place, size=size, group=peers[row])
     return dataclasses.replace(ranks, tensor=tensor, data_group=data[place])
+
+
+def check_num_ranks(world_size: int, *, tensor_parallel_size: int) -> None:
+    """Raises ConfigError where the ranks can't be parted into groups of ``tensor_parallel_size`` peers."""
+    size = tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(
+            f"TensorModelParallelArgs.tensor_model_parallel_size = {size} needs a multiple of {size} ranks, and this "
+            f"run has {world_size}: start as many with torchrun --nproc_per_node (--check: --ranks), or bind 1"
+        )
 
 
 class TensorParallelWeights:

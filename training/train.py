@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -21,12 +22,12 @@ from genrec.training.loop import Loop, total_steps
 from genrec.training.metrics_log import Line
 from genrec.training.overlap import make_feed
 from genrec.training.precision_report import model_rows, precision_table
-from genrec.training.preflight import check, require_available
+from genrec.training.preflight import check, check_writable, require_available
 from genrec.training.process_group import is_main_process, process_group
 from genrec.training.ranks import Ranks, check_same_config, check_same_data
 from genrec.training.report import RunLog
 from genrec.training.run import Run
-from genrec.training.run_texts import write_config
+from genrec.training.run_folders import sole_writer, write_config
 from genrec.training.stopping import Stopped, listening
 from genrec.training.table_placement import placement_table
 from genrec.training.tensor_parallel import with_peers
@@ -90,6 +91,7 @@ def train(config: ExperimentConfig) -> list[Line]:
         watching(ranks, timeout_s=trainer.hang_timeout_s, folder=Path(trainer.output_dir) / "hang"),
     ):
         check_same_config(ranks, config.digest)
+        ranks.together(lambda: check_writable(trainer) if ranks.is_main else None)
         ranks = with_peers(ranks, config.tensor_parallel.tensor_model_parallel_size)
         use_deterministic_algorithms(trainer.deterministic)
         return _train_to_the_end(_build(config, ranks))
@@ -113,20 +115,25 @@ def _build(config: ExperimentConfig, ranks: Ranks) -> Run:
 def _train_to_the_end(run: Run) -> list[Line]:
     trainer, ranks = run.config.trainer, run.ranks
     ranks.progress.enter("looking for a checkpoint and reading it")
-    first_step = run.checkpoints.start()
-    ranks.together(lambda: write_config(run.texts, run.output_dir) if ranks.is_main else None)
-    steps = total_steps(trainer, run.loader)
-    log = RunLog(run.output_dir, is_main=ranks.is_main, total_steps=steps, first_step=first_step)
-    try:
-        run.checkpoints.resume_best(log.lines() if ranks.is_main else [])
-        if first_step < steps:
-            _train_steps(run, log, first_step=first_step, steps=steps)
-        else:
-            LOG.info("this run is finished: step %d of %d is done", first_step, steps)
-        return _finish(run, log, step=max(first_step, steps))
-    finally:
-        run.checkpoints.store.close()
-        log.close()
+    with contextlib.ExitStack() as held:
+        folders = sole_writer(trainer, checkpoints=run.checkpoints.store.directory)
+        ranks.together(lambda: held.enter_context(folders) if ranks.is_main else None)
+        first_step = run.checkpoints.start()
+        ranks.together(lambda: write_config(run.texts, trainer) if ranks.is_main else None)
+        steps = total_steps(trainer, run.loader)
+        log = ranks.together(
+            lambda: RunLog(run.output_dir, is_main=ranks.is_main, total_steps=steps, first_step=first_step)
+        )
+        try:
+            run.checkpoints.resume_best(log.lines() if ranks.is_main else [])
+            if first_step < steps:
+                _train_steps(run, log, first_step=first_step, steps=steps)
+            else:
+                LOG.info("this run is finished: step %d of %d is done", first_step, steps)
+            return _finish(run, log, step=max(first_step, steps))
+        finally:
+            run.checkpoints.store.close()
+            log.close()
 
 
 def use_deterministic_algorithms(wanted: bool) -> None:
@@ -194,13 +201,16 @@ def _report(run: Run, log: RunLog, results: Sequence[Line], *, step: int) -> Non
     num_skipped = sum(line["event"] == "skipped" for line in log.lines())
     if num_skipped:
         LOG.warning("%d of %d steps were left out: a loss or a gradient was not finite", num_skipped, step)
-    reports = write_report(
-        log.lines(),
-        results,
-        output_dir=run.output_dir,
-        config_text=run.config.text,
-        precision=model_rows(run.model, run.config),
-    )
-    outputs = [log.path, *reports, run.output_dir / "tensorboard"]
-    checkpoints = run.checkpoints.store.directory if run.checkpoints.is_on else None
-    print_results(results, outputs=outputs, checkpoints=checkpoints)
+    reports: list[Path] = []
+    try:
+        reports = write_report(
+            log.lines(),
+            results,
+            output_dir=run.output_dir,
+            config_text=run.config.text,
+            precision=model_rows(run.model, run.config),
+        )
+    finally:  # where the disk refuses the report, too
+        outputs = [log.path, *reports, run.output_dir / "tensorboard"]
+        checkpoints = run.checkpoints.store.directory if run.checkpoints.is_on else None
+        print_results(results, outputs=outputs, checkpoints=checkpoints)

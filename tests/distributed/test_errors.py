@@ -74,6 +74,46 @@ def test_rank_0_tells_before_another_ends(tmp_path, arguments, on_ranks):
     assert "replicas alive: 0" in finished.stderr and "replicas alive: 1" not in finished.stderr
 
 
+FAILS_ON_RANK_0 = """
+import atexit, time
+from genrec.training import run, sharding
+
+def fail(*args, **kwargs):
+    started = time.monotonic()
+    atexit.register(lambda: print(f"ended after {time.monotonic() - started:.0f} s", file=sys.stderr))
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("a fault of the program")
+
+run.RunData = fail
+"""
+
+
+def test_a_fault_of_the_program_ends_the_other_ranks_soon(tmp_path, arguments, on_ranks):
+    """Python shows it once the rank has left; the others wait for no sentence about it."""
+    finished = on_ranks(2, [("train", arguments(tmp_path / "run"))], timeout_s=60, setup=FAILS_ON_RANK_0)
+    assert "RuntimeError: a fault of the program" in finished.stderr
+    waits = [int(line.split()[2]) for line in finished.stderr.splitlines() if line.startswith("ended after")]
+    assert len(waits) == 2 and max(waits) < 15, finished.stderr
+
+
+NO_ROOM_FOR_THE_LOG = """
+import errno
+from genrec.training import report
+
+def refuse(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+report.keep_lines = refuse
+"""
+
+
+def test_a_log_that_cannot_be_written_stops_both(tmp_path, arguments, on_forked_ranks):
+    finished = on_forked_ranks(2, [("train", arguments(tmp_path / "run"))], timeout_s=60, setup=NO_ROOM_FOR_THE_LOG)
+    (sentence,) = own_lines(finished.stderr)
+    assert sentence.startswith("error: the log in ") and "No space left on device" in sentence
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+
+
 def test_damaged_row_on_rank_1_stops_both(tmp_path, arguments, on_ranks, write_tiny_dataset):
     data = write_tiny_dataset(tmp_path / "bad", train_lengths=(5, 5, 5, 5))
     path = data / "train" / "00000.parquet"

@@ -96,6 +96,22 @@ def test_accumulation_over_ranks_and_resume(tmp_path, arguments, on_forked_ranks
     assert train_main("ranking", arguments(parts, *bindings, "TrainerArgs.max_train_iters = 9")) == 0
 
 
+def test_a_batch_size_makes_up_for_the_number_of_ranks(tmp_path, arguments, on_forked_ranks):
+    """A run continued with the same global batches on more ranks has the losses of one that was not stopped."""
+
+    def command(name, batch_size, steps):
+        batch = f"TrainerArgs.train_batch_size = {batch_size}"
+        return arguments(tmp_path / name, *WHOLE_USERS, batch, f"TrainerArgs.max_train_iters = {steps}")
+
+    assert train_main("ranking", command("whole", 4, 8)) == 0
+    assert train_main("ranking", command("parts", 4, 3)) == 0
+    finished = on_forked_ranks(2, [("train", command("parts", 3, 8))])
+    assert "TrainerArgs.train_batch_size was 4 and is 3" in finished.stderr and finished.returncode
+    finished = on_forked_ranks(2, [("train", command("parts", 2, 8))])
+    assert "of 1 ranks with 2: with other random numbers than" in finished.stderr, finished.stderr
+    torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
+
+
 def test_batches_of_four_with_few_users(tmp_path, arguments, on_forked_ranks):
     """Seven users do not fill three ranks of four."""
     finished = on_forked_ranks(

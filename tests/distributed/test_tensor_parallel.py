@@ -84,6 +84,7 @@ def test_ranks_equal_one_rank(tmp_path, arguments, on_forked_ranks, num_ranks, n
     commands = [("train", arguments(several, *settings, batch, peers(num_peers))), ("evaluate", score)]
     finished = on_forked_ranks(num_ranks, commands)
     assert finished.returncode == 0, finished.stderr
+    assert "UserWarning" not in finished.stderr
     torch.testing.assert_close(losses(several), losses(one), rtol=1e-5, atol=0)
     assert len(losses(one)) == 20
     for place, metrics in evaluations(one).items():

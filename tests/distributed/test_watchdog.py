@@ -49,6 +49,20 @@ HANGS = {  # what makes rank 1 hang, bindings, and what is said of both ranks
         ),
         "sleeping",
     ),
+    "in the optimizer, beside shared tables": (
+        "from torch.optim import Adam; Adam.step = sleep_at(3, Adam.step)",
+        (
+            "OptimizerArgs.optimizer_str = 'adam'",
+            "OptimizerArgs.embedding_optimizer_str = 'sgd'",
+            "OptimizerArgs.embedding_weight_decay = 0.0",
+            "DatasetArgs.sharding_types = {'item': 'row_wise', 'action': 'row_wise', 'age': 'row_wise'}",
+        ),
+        (
+            "rank 1 is behind; rank 1 is in 'optimizer' of step 3 for ",
+            "rank 0 is in 'optimizer of shared tables' of step 3 for ",
+        ),
+        "sleeping",
+    ),
     "in a save": (
         "checkpoint_store.write_host = sleep_at(2, checkpoint_store.write_host)",
         (),

@@ -153,12 +153,14 @@ def test_output_folder_cannot_be_written(refusal, tmp_path):
     (tmp_path / "file").write_text("")
     sentence = refusal(f"TrainerArgs.output_dir = {str(tmp_path / 'file' / 'run')!r}")
     assert "TrainerArgs.output_dir" in sentence
-    assert "Not a directory" in sentence
+    assert "is not a folder" in sentence
 
 
 def test_checkpoint_folder_cannot_be_written(refusal, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot write a checkpoint" in refusal(f"TrainerArgs.ckpt_save_dir = {str(tmp_path / 'file' / 'run')!r}")
+    sentence = refusal(f"TrainerArgs.ckpt_save_dir = {str(tmp_path / 'file' / 'run')!r}")
+    assert "TrainerArgs.ckpt_save_dir" in sentence
+    assert "is not a folder" in sentence
 
 
 def test_eval_interval_0_evaluates_at_the_end(train_command, capsys):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,12 +52,22 @@ def test_keeps_the_newest(store):
     assert sorted(path.name for path in store.directory.iterdir()) == ["step_00000002", "step_00000010"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "missing file", "no manifest"])
+def test_damaged_ones_beyond_the_run_take_no_place(tmp_path):
+    ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    store = CheckpointStore(tmp_path, keep=1, ranks=ranks)
+    (save(store, 9) / "manifest.json").unlink()
+    for step in (3, 6):
+        assert save(store, step) == store.newest()
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing file", "no manifest", "[]", "{}"])
 def test_damaged_checkpoint_is_skipped_and_said(store, caplog, damage):
     whole, damaged = save(store, 1), save(store, 2)
     data = next(damaged.glob("*.distcp"))
     if damage == "cut short":
         data.write_bytes(data.read_bytes()[:-1])
+    elif damage in ("[]", "{}"):
+        (damaged / "manifest.json").write_text(damage)
     else:
         (data if damage == "missing file" else damaged / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING, logger="genrec"):
@@ -94,6 +106,20 @@ def test_no_checkpoint(tmp_path):
         resolve_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("refused", ["is_dir", "iterdir"])
+def test_a_folder_that_cannot_be_read(store, monkeypatch, refused):
+    """Root may read everywhere, so the answer of the system is given here."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    save(store, 1)
+    monkeypatch.setattr(Path, refused, refuse)
+    for find in (store.newest, lambda: resolve_checkpoint(store.directory)):
+        with pytest.raises(CheckpointError, match=r"cannot be read: Permission denied$"):
+            find()
+
+
 @pytest.mark.parametrize("limit", [0, 200_000])
 def test_full_disk_is_one_sentence_and_leaves_the_previous(store, limit):
     """A limit on the size of files stands for the full disk: of all files, or of the big one with the tensors."""
@@ -106,6 +132,7 @@ def test_full_disk_is_one_sentence_and_leaves_the_previous(store, limit):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert len(str(caught.value).splitlines()) == 1
+    assert "File too large" in str(caught.value) or "is the disk full?" in str(caught.value)
     assert [path.name for path in store.directory.iterdir()] == [whole.name]  # what was written of it is gone
     assert store.newest() == whole
     assert save(store, 3) == store.newest()
@@ -128,6 +155,19 @@ def test_continuing_another_configuration_names_the_difference(tmp_path, tiny_co
         train(tiny_config(tmp_path / "run", "OptimizerArgs.learning_rate = 0.5"))
     with pytest.raises(UserError, match="already holds step_00000006"):
         train(tiny_config(tmp_path / "run", "TrainerArgs.resume = 'never'"))
+
+
+@pytest.mark.parametrize("below", ["file/checkpoints", "file"])
+def test_a_place_for_checkpoints_that_cannot_be_is_told_before_training(tmp_path, tiny_config, below):
+    (tmp_path / "file").write_text("")
+    place = f"TrainerArgs.ckpt_save_dir = {str(tmp_path / below)!r}"
+    with pytest.raises(UserError, match=r"^TrainerArgs\.ckpt_save_dir = .* cannot be written: .*file is not a folder"):
+        train(tiny_config(tmp_path / "run", place))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"^TrainerArgs\.output_dir = .* cannot be written: .*run/checkpoints"):
+        train(tiny_config(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_starting_from_another_model_names_the_tensor(tmp_path, tiny_config):

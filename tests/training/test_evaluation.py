@@ -189,3 +189,17 @@ def test_scores_that_cannot_be_written_are_refused_before_evaluating(tiny_config
     monkeypatch.setattr("genrec.training.scoring.Evaluator", None)  # not even built
     with pytest.raises(UserError, match=r"^--scores .* cannot be written: .* is (not )?a folder$"):
         score(config, checkpoint, split="test", protocol="frozen", scores_path=tmp_path / below)
+
+
+def test_scores_that_the_system_refuses_say_why(tiny_config, tmp_path, monkeypatch):
+    """Errors of polars have a message and no number."""
+
+    def refuse(table, path):
+        raise PermissionError("Permission denied (os error 13): here")
+
+    train(tiny_config(tmp_path / "out", "TrainerArgs.max_train_iters = 1"))
+    checkpoint = resolve_checkpoint(tmp_path / "out")
+    config = load_checkpoint_config(checkpoint, gin_bindings=[])
+    monkeypatch.setattr("genrec.training.scoring.write_table", refuse)
+    with pytest.raises(UserError, match=r"cannot be written: Permission denied \(os error 13\): here$"):
+        score(config, checkpoint, split="test", protocol="frozen", scores_path=tmp_path / "scores.parquet")

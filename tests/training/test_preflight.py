@@ -13,6 +13,7 @@ from genrec.model.ranking import RankingModel
 from genrec.training.datasets import read_run_metadata
 from genrec.training.memory import weight_memory
 from genrec.training.preflight import check, check_places, require_available
+from genrec.training.train import train
 
 
 def test_places_that_can_be_written_are_left_alone(tmp_path, tiny_config):
@@ -73,7 +74,7 @@ def test_ranks_that_share_the_layers_have_a_part_each(tmp_path, tiny_config, cap
     tables = []
     for number in (1, 2):
         peers = f"TensorModelParallelArgs.tensor_model_parallel_size = {number}"
-        check(tiny_config(tmp_path / "run", peers))
+        check(tiny_config(tmp_path / "run", peers), num_ranks=number)
         tables.append(capsys.readouterr().out)
     assert "16 -> 64 " in tables[0] and "16 -> 64 / 2" in tables[1]
     assert "16 / 2 -> 16" in tables[1] and "2 / 2 heads of 8" in tables[1]
@@ -96,3 +97,18 @@ def test_sharded_tables_lie_on_all_ranks_that_share_the_layers(tmp_path, tiny_co
         "│ item   │ 20   │ 16  │ row_wise      │ row_wise      │ fused  │ 5.96e-07    │ 5.96e-07 "
         in capsys.readouterr().out
     )
+
+
+def test_what_peers_refuse_is_refused(tmp_path, tiny_config):
+    """The sentences are those of a run."""
+    peers = ("TensorModelParallelArgs.tensor_model_parallel_size = 2",)
+    with pytest.raises(UserError, match=r"needs a multiple of 2 ranks, and this run has 3: "):
+        check(tiny_config(tmp_path, *peers), num_ranks=3)
+
+
+@pytest.mark.parametrize(("action", "num_rows"), [(check, 2**62), (train, 10**13)], ids=["--check", "run"])
+def test_a_model_beyond_all_memory(tmp_path, tiny_config, action, num_rows):
+    """2**62 rows can't be counted in bytes; 10**13, on the meta device, can."""
+    config = tiny_config(tmp_path / "run", f"DatasetArgs.dynamic_tables = {{'item': {num_rows}}}")
+    with pytest.raises(UserError, match=r"^the model does not fit into memory, --check shows .* \(PyTorch: .*\)$"):
+        action(config)

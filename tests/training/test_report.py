@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import math
+import os
 
 import pytest
 from rich.console import Console
 
 from genrec.configs.schema import UserError
+from genrec.training import final_report
 from genrec.training.evaluation import Evaluation
 from genrec.training.final_report import result_rows, write_report
 from genrec.training.meter import Meter
@@ -118,7 +121,7 @@ def test_run_leaves_its_outputs(tmp_path, tiny_config, capsys):
     train(tiny_config(tmp_path / "run", "TrainerArgs.eval_interval = 3", "TrainerArgs.log_interval = 2"))
     names = {path.name for path in (tmp_path / "run").iterdir()}
     expected = {"config.gin", "operative_config.gin", "metrics.jsonl", "tensorboard", "report.html", "report.png"}
-    assert names == {*expected, "checkpoints"}
+    assert names == {*expected, "checkpoints", ".lock"}
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000006"
     assert (checkpoint / "config.gin").read_text() == (tmp_path / "run" / "config.gin").read_text()
     assert "OptimizerArgs.adam_beta1" in (checkpoint / "operative_config.gin").read_text()
@@ -208,3 +211,13 @@ def test_a_log_that_fails_in_between_is_told_to_all_ranks_at_the_next_step(tmp_p
     for steps in (1, 3):  # after the last step, too
         with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
             train(tiny_config(tmp_path / "run", f"TrainerArgs.max_train_iters = {steps}"))
+
+
+def test_results_are_shown_where_their_report_cannot_be_written(tmp_path, tiny_config, monkeypatch, capsys):
+    def refuse(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(final_report, "write_atomically", refuse)
+    with pytest.raises(UserError, match=r"^the report in .* cannot be written: No space left on device$"):
+        train(tiny_config(tmp_path / "run", "TrainerArgs.max_train_iters = 1"))
+    assert "results after step 1" in capsys.readouterr().out

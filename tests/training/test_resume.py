@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from genrec.configs.loading import load_experiment
+from genrec.configs.schema import UserError
 from genrec.training.checkpoint import CheckpointError
 from genrec.training.loop import Loop
 from genrec.training.metrics_log import read_lines
@@ -191,3 +194,32 @@ def test_data_prepared_anew_from_another_source_is_refused(tiny_config, tiny_dat
     moved = f"DatasetArgs.dataset_path = {str(other)!r}"
     with pytest.raises(CheckpointError, match=r"source_hash was .* and is 'another'"):
         train(tiny_config(tmp_path / "out", "TrainerArgs.max_train_iters = 3", moved))
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from genrec.data.files import locked
+
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("field", ["output_dir", "ckpt_save_dir"])
+def test_two_runs_do_not_write_into_one_folder(tiny_config, tmp_path, field):
+    place = tmp_path / field
+    place.mkdir()
+    folders = (tmp_path / "output_dir", f"TrainerArgs.ckpt_save_dir = {str(tmp_path / 'ckpt_save_dir')!r}")
+    config = tiny_config(*folders, "TrainerArgs.max_train_iters = 1")
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(place / ".lock")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"^another run writes into TrainerArgs\.{field} = .*: wait for its end"):
+            train(config)
+        assert not list(tmp_path.glob("*/metrics.jsonl"))
+    finally:
+        other.kill()
+        other.communicate()
+    train(config)
