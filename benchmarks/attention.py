@@ -9,7 +9,7 @@ bfloat16 and in each FP8 mode, quantization included. The peer's operators are c
 its FP8 has a forward alone, and gets numbers that were quantized before. Contenders alternate in every round; a result
 is the median over rounds, and no time is reported unless outputs and gradients agree. FLOPs: 4 d for every pair of
 tokens that see each other, forward; 2.5 times that, backward. Shares are of the card's dense products, measured here:
-of FP8 ones for an FP8 mode, although its backward has products that are not.
+of FP8 ones for an FP8 mode, although backward of per-block and 1xdim has products that are not.
 
 --peer: fbgemm_gpu_experimental_hstu.so of a fbgemm-gpu-hstu wheel; --peer-runtime: the libcudart.so.12 that it needs.
 --keep-cache: take Triton's cache as it is, and report no compile times.

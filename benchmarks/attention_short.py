@@ -4,7 +4,8 @@
 
 512 users of 40 to 700 tokens, log-uniform, mean about 230, with targets: here the launches count as much as the
 products. Meta's kernels try all of their own configurations first, each in a process of its own that fills Triton's
-cache: those that fail there (an illegal address ends a process) are left out and listed. Ours take those of our table.
+cache, since after an illegal address a process can't use the GPU any more: those that fail are left out and listed.
+Ours take those of our table.
 The rest is as in attention.py, whose cases and timing these are.
 
 --meta: a clone of facebookresearch/generative-recommenders.

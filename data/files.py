@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -40,7 +44,7 @@ def locked(path: Path) -> Iterator[None]:
     """Within it no other process holds the file ``path``, which is made. Raises BlockingIOError where one does.
 
     The system frees it however the process ends, and no child has it: a loader's worker may outlive a killed run.
-    Where the file system has no locks it holds nothing.
+    Where the file system has no locks it holds nothing, and a warning says so. Raises OSError for all else.
     """
     with path.open("a") as file:
         try:
@@ -48,6 +52,9 @@ def locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path)) from error
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            LOG.warning("%s has no locks (%s): nothing stops another run in it", path.parent, error.strerror)
         yield
 
 

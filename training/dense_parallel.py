@@ -128,16 +128,18 @@ def own_part(tensor: Tensor) -> Tensor:
     return part.to_local() if isinstance(part, DTensor) else part
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """() the norm of all of them together, of DTensors the whole; ranks call alike where there are any."""
+def total_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """() the norm of all of them together, of DTensors the whole, on ``device``, 0 of none; ranks call alike where
+    there are DTensors.
+    """
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    norm = torch.nn.utils.get_total_norm(whole)
+    norm = torch.nn.utils.get_total_norm(whole).to(device)  # PyTorch's of none is on the host
     if not parts:
         return norm
     of_parts = torch.nn.utils.get_total_norm(parts)
     assert isinstance(of_parts, DTensor)
-    return torch.linalg.vector_norm(torch.stack([norm.to(of_parts.device), of_parts.full_tensor()]))
+    return torch.linalg.vector_norm(torch.stack([norm, of_parts.full_tensor()]))
 
 
 def clip_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:

@@ -79,7 +79,7 @@ def _located_in_sum(model: nn.Module, ranks: Ranks) -> str:
     for summed in ranks.gather(_unsound_gradient(gradients, "the gradient of {}, added over ranks")):
         if summed is not None:
             return f"in a replay of the step every rank is finite alone, but not {summed.sentence()}"
-    if not total_norm(list(gradients.values())).isfinite():
+    if not total_norm(list(gradients.values()), ranks.device).isfinite():
         size, largest = max(ranks.gather(_largest(gradients)))
         return (
             "in a replay of the step every gradient is finite, but not their global norm: the largest magnitude is "

@@ -15,17 +15,14 @@ def sole_writer(trainer: TrainerArgs, *, checkpoints: Path) -> Iterator[None]:
     """Within it no other run writes into the folders of this one, which are made: that of ``checkpoints`` too, rather
     than find after hours of training that it can't be. Raises UserError.
     """
-    places = {"output_dir": Path(trainer.output_dir)}
-    if trainer.ckpt_save_dir and trainer.ckpt_save_interval != 0:
-        places["ckpt_save_dir"] = checkpoints
+    places = [("output_dir", Path(trainer.output_dir))]
+    if trainer.ckpt_save_interval != 0:
+        places.append(("ckpt_save_dir" if trainer.ckpt_save_dir else "output_dir", checkpoints))
     with contextlib.ExitStack() as stack:
-        for field, folder in places.items():
+        for field, folder in places:
             with _for_user(field, trainer):
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(folder / ".lock"))
-        with _for_user("output_dir", trainer):
-            if trainer.ckpt_save_interval != 0:
-                checkpoints.mkdir(parents=True, exist_ok=True)
         yield
 
 

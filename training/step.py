@@ -184,12 +184,13 @@ class TrainStep:
         return norm
 
     def _gradient_norm(self) -> Tensor:
-        # There is no clipping with sharded tables, but their gradients are not finite where others may be.
+        # Sharded tables allow no clipping, but their gradients may not be finite where all others are.
         of_tables = [] if self.tables is None else self.tables.gate.gradients()
         if self.tensor_parallel is not None:
-            norms = torch.stack([self.tensor_parallel.gradient_norm(self._bare), total_norm(of_tables)])
-            return torch.linalg.vector_norm(norms)
-        return total_norm([p.grad for p in self._parameters if p.grad is not None] + of_tables)
+            norm = self.tensor_parallel.gradient_norm(self._bare)
+            return torch.linalg.vector_norm(torch.stack([norm, total_norm(of_tables, norm.device)]))
+        dense = [p.grad for p in self._parameters if p.grad is not None]
+        return total_norm([*dense, *of_tables], self.ranks.device)
 
     def _agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[float, bool]:
         """The loss summed over ranks, and whether loss, gradients and what entered FP8 products is finite on all."""

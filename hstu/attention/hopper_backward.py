@@ -155,7 +155,13 @@ FP8_ROW_TILES = {
 }
 
 
-def _check_fp8(tiles: BackwardTiles) -> None:
+def _check_split(tiles: BackwardTiles, width: int) -> None:
+    if tiles.key.split and 4 * tiles.key.rows > width:  # slopes lie where v was
+        raise ValueError(f"split FP8 tiles have at most {width // 4} rows where heads are {width} wide")
+
+
+def _check_fp8(tiles: BackwardTiles, width: int) -> None:
+    _check_split(tiles, width)
     for name, size in (("key rows", tiles.key.rows), ("query keys", tiles.query.keys)):
         if size < LEAST_FP8_SUM:
             raise ValueError(f"FP8 takes {name} from {LEAST_FP8_SUM} on, not {size}")
@@ -164,8 +170,8 @@ def _check_fp8(tiles: BackwardTiles) -> None:
 tunable("hopper_backward", TILES)
 tunable("hopper_backward_short", SHORT_TILES)
 tunable("hopper_backward_fp8", FP8_TILES, check=_check_fp8)
-tunable("hopper_backward_fp8_block", FP8_BLOCK_TILES)
-tunable("hopper_backward_fp8_row", FP8_ROW_TILES)
+tunable("hopper_backward_fp8_block", FP8_BLOCK_TILES, check=_check_split)
+tunable("hopper_backward_fp8_row", FP8_ROW_TILES, check=_check_split)
 
 
 def _table(q: Tensor, request: Request, scales: str) -> dict[int, BackwardTiles]:
@@ -227,7 +233,7 @@ def backward(
     rows, keys = tiles.query.rows, tiles.query.keys
     query, value, of_output = (q, v, grad_output) if fp8 is None else (q8, v8, grad8)
     by_query = _descriptors((query, rows), (k, keys), (value, keys), (of_output, rows), (k8, keys))
-    _launch(by_key, by_query, grads, schedule, request, tiles, fp8, scales, q)
+    _launch(by_key, by_query, grads, schedule, request, tiles, fp8, q)
 
 
 def backward_fp8(grads: tuple[Tensor, Tensor, Tensor], schedule: Tensor, request: Request, fp8: ScoreTensors) -> None:
@@ -237,12 +243,12 @@ def backward_fp8(grads: tuple[Tensor, Tensor, Tensor], schedule: Tensor, request
     dim = q.shape[2]
     tiles = FP8_TILES[dim]
     rows, keys = tiles.key.rows, tiles.key.keys
-    query, value, *others = _descriptors((k, keys), (v, keys), (q, rows), (grad, rows))
-    by_key = [_columns(products.q, rows), query, value, _columns(products.grad, rows), *others]
+    key, value, *others = _descriptors((k, keys), (v, keys), (q, rows), (grad, rows))
+    by_key = [_columns(products.q, rows), key, value, _columns(products.grad, rows), *others]
     rows, keys = tiles.query.rows, tiles.query.keys
     query, *others = _descriptors((q, rows), (v, keys), (grad, rows), (k, keys))
     by_query = [query, _columns(products.k, keys), *others]
-    _launch(by_key, by_query, grads, schedule, request, tiles, fp8, fp8.scales, q)
+    _launch(by_key, by_query, grads, schedule, request, tiles, fp8, q)
 
 
 def _launch(
@@ -253,10 +259,10 @@ def _launch(
     request: Request,
     tiles: BackwardTiles,
     fp8: ScoreTensors | None,
-    scales: str,
     q: Tensor,
 ) -> None:
-    """by_key, by_query: the descriptors that the two kernels take; q: (T, H, d)."""
+    """by_key, by_query: the descriptors that the two kernels take; q: (T, H, d), for its shape."""
+    scales = "none" if fp8 is None else fp8.scales
     dv, dq, dk = grads
     if request.num_users == 0:
         for x in grads:
@@ -270,8 +276,6 @@ def _launch(
     batch = (schedule, *request.users(), *request.sizes(q), *request.factors())
     constants = {"DIM": dim, **request.mask_constants(), "SCALES": scales}
     rows, keys = tiles.key.rows, tiles.key.keys
-    if tiles.key.split and fp8 is not None and 4 * rows > dim:  # slopes lie where v was
-        raise ValueError(f"split FP8 tiles have at most {dim // 4} rows where heads are {dim} wide")
     options: dict[str, Any] = {"REGISTERS": _REGISTERS} if tiles.key.split else {"HELD": tiles.key.held}
     kernel = split_key_grad_kernel if tiles.key.split else key_grad_kernel
     kernel[request.grid(q, keys)](

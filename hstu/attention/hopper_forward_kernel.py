@@ -33,7 +33,7 @@ from genrec.hstu.attention.triton_jit import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from genrec.hstu.attention.triton_schedule import count_blocks, load_ranked
+from genrec.hstu.attention.triton_schedule import FP8_BLOCK, count_blocks, load_ranked
 from genrec.hstu.attention.triton_spans import count_masked, key_spans, masked_tile, user_parts, visible
 
 
@@ -42,7 +42,7 @@ def _find_tile(slot, schedule, num_users, ROWS: gl.constexpr):
     """As the Triton kernels': (user, first row, length, tile), and the slot of the user's first block of 128 tokens."""
     rank = find_rank(slot, schedule, num_users, ROWS)
     user, tokens_before, begin, length = load_ranked(rank, schedule, num_users)
-    return user, begin.to(gl.int32), length, slot - tokens_before // ROWS - rank, tokens_before // 128 + rank
+    return user, begin.to(gl.int32), length, slot - tokens_before // ROWS - rank, tokens_before // FP8_BLOCK + rank
 
 
 @gluon_jit

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 from genrec.hstu.attention.triton_jit import fence_async_shared, gl, gluon_jit, mbarrier, tma
-from genrec.hstu.attention.triton_schedule import load_ranked
+from genrec.hstu.attention.triton_schedule import RANKS, load_ranked
 from genrec.hstu.attention.triton_spans import masked_tile
 
 
 @gluon_jit
 def find_rank(slot, schedule, num_users, BLOCK: gl.constexpr):
     """The rank of the user whose tile has this slot."""
-    RANKS: gl.constexpr = 1024  # that a program looks at together
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     num_started = 0
     for first in range(0, num_users + 1, RANKS):

@@ -15,7 +15,7 @@ from genrec.hstu.attention.triton_jit import constexpr, jit, kernel, tl
 
 FP8_BLOCK = constexpr(BLOCK)
 SCHEDULE_ROWS = 5
-_RANKS = constexpr(1024)  # that a program looks at together
+RANKS = constexpr(1024)  # that a program looks at together
 
 
 @jit
@@ -73,8 +73,8 @@ def load_ranked(rank, schedule, num_users):
 def find_tile(slot, schedule, num_users, BLOCK: tl.constexpr):
     """(user, first row, length, tile) of a slot; the tile is beyond the user's last where the slot is left over."""
     num_started = 0
-    for first in range(0, num_users + 1, _RANKS):
-        rank = first + tl.arange(0, _RANKS)
+    for first in range(0, num_users + 1, RANKS):
+        rank = first + tl.arange(0, RANKS)
         tokens_before = tl.load(schedule + num_users + 1 + rank, mask=rank <= num_users, other=0)
         has_started = (tokens_before // BLOCK + rank <= slot) & (rank <= num_users)
         num_started += tl.sum(has_started.to(tl.int32), axis=0)

@@ -27,14 +27,14 @@ T = TypeVar("T")
 TANHS = ("approx", "approx_pair", "exact")
 LEAST_FP8_SUM = 32  # over which an FP8 instruction of tensor cores sums
 _TABLES: dict[str, dict[int, Any]] = {}
-_CHECKS: dict[str, Callable[[Any], None]] = {}
+_CHECKS: dict[str, Callable[[Any, int], None]] = {}
 _logger = logging.getLogger(__name__)
 
 
-def tunable(name: str, table: dict[int, T], *, check: Callable[[T], None] | None = None) -> dict[int, T]:
+def tunable(name: str, table: dict[int, T], *, check: Callable[[T, int], None] | None = None) -> dict[int, T]:
     """Let files replace entries of ``table``, which has a dataclass for each width of heads; returns it.
 
-    check: raises ValueError for an entry that this table can't have.
+    check: of an entry and its width; raises ValueError for what this table can't have.
     """
     _TABLES[name] = table
     if check is not None:
@@ -167,7 +167,13 @@ def check_fp8(tiles: Tiles) -> None:
             raise ValueError(f"FP8 takes {name} from {LEAST_FP8_SUM} on that divide {BLOCK}, not {size}")
 
 
-tunable("triton_fp8", FP8_TILES, check=check_fp8)
+def _check_fp8_entry(tiles: Tiles, width: int) -> None:
+    check_fp8(tiles)
+    if tiles.fused:
+        raise ValueError("fused = True doesn't go with FP8")
+
+
+tunable("triton_fp8", FP8_TILES, check=_check_fp8_entry)
 
 # For tests: exact in every step, so without tensor cores, where larger tiles compile for minutes.
 _SMALL = KernelTile(16, 16, num_warps=4, num_stages=1)
@@ -234,7 +240,7 @@ def _read(report: Any) -> list[tuple[str, int, Any]]:
                 raise ValueError(f"{name} {width!r} is not one of the widths {', '.join(map(str, known))}")
             try:
                 tiles = _build(type(known[int(width)]), values)
-                _CHECKS.get(name, lambda _: None)(tiles)
+                _CHECKS.get(name, lambda *_: None)(tiles, int(width))
             except ValueError as error:
                 raise ValueError(f"{name} {width}: {error}") from error
             entries.append((name, int(width), tiles))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
+from genrec.data import files
 from genrec.data.files import link_atomically, sync_tree, write_atomically
 from genrec.data.prepare import prepare
 
@@ -55,3 +58,18 @@ def test_files_and_links_are_replaced(tmp_path):
         assert (tmp_path / "file").read_text() == text
         assert os.readlink(tmp_path / "link") == f"to_{text}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_lock_where_there_are_none_is_told_and_other_errors_are_raised(tmp_path, monkeypatch, caplog):
+    for number in (errno.ENOLCK, errno.EIO):
+
+        def refuse(*_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "lockf", refuse)
+        if number == errno.EIO:
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)), files.locked(tmp_path / ".lock"):
+                pass
+        else:
+            with files.locked(tmp_path / ".lock"):
+                assert f"{tmp_path} has no locks" in caplog.text

@@ -76,7 +76,7 @@ def test_rank_0_tells_before_another_ends(tmp_path, arguments, on_ranks):
 
 FAILS_ON_RANK_0 = """
 import atexit, time
-from genrec.training import run, sharding
+from genrec.training import evaluator
 
 def fail(*args, **kwargs):
     started = time.monotonic()
@@ -84,7 +84,7 @@ def fail(*args, **kwargs):
     if os.environ["RANK"] == "0":
         raise RuntimeError("a fault of the program")
 
-run.RunData = fail
+evaluator.RunData = fail
 """
 
 

@@ -7,7 +7,7 @@ import torch
 
 from genrec.configs.schema import TrainerArgs, UserError
 from genrec.training.average import WeightAverage
-from genrec.training.dense_parallel import loss_scale
+from genrec.training.dense_parallel import loss_scale, total_norm
 from genrec.training.loop import grouped, total_steps
 from genrec.training.ranks import Ranks
 
@@ -63,3 +63,12 @@ def test_one_rank_is_alone():
 
     with pytest.raises(UserError, match=r"^told as it is$"):
         ranks.together(fail)
+
+
+def test_the_norm_of_no_gradients_is_on_the_device():
+    """Of sharded tables on a rank without users; PyTorch's would be on the host, whatever the others are on."""
+    norm = total_norm([], torch.device("meta"))
+    assert (norm.shape, norm.device.type) == ((), "meta")
+    assert total_norm([torch.full((2,), 3.0), torch.full((2,), 4.0)], torch.device("cpu")).item() == pytest.approx(
+        50**0.5
+    )

@@ -223,3 +223,24 @@ def test_two_runs_do_not_write_into_one_folder(tiny_config, tmp_path, field):
         other.kill()
         other.communicate()
     train(config)
+
+
+def test_a_run_that_saves_into_the_checkpoints_of_another_is_refused(tiny_config, tmp_path):
+    """Of one that runs with this output_dir and no ckpt_save_dir."""
+    first = tiny_config(tmp_path / "first", "TrainerArgs.max_train_iters = 1")
+    checkpoints = tmp_path / "first" / "checkpoints"
+    second = tiny_config(
+        tmp_path / "second", "TrainerArgs.max_train_iters = 1", f"TrainerArgs.ckpt_save_dir = {str(checkpoints)!r}"
+    )
+    checkpoints.mkdir(parents=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(checkpoints / ".lock")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "held\n"
+        for config, field in ((first, "output_dir"), (second, "ckpt_save_dir")):
+            with pytest.raises(UserError, match=rf"^another run writes into TrainerArgs\.{field} = "):
+                train(config)
+    finally:
+        other.kill()
+        other.communicate()

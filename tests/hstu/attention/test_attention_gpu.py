@@ -141,6 +141,7 @@ def kernels(request, monkeypatch):
             (hopper_forward, "why_not"),
             (hopper_forward, "why_not_fp8"),
             (hopper_backward, "why_not"),
+            (hopper_backward, "why_not_fp8"),
         ):
             monkeypatch.setattr(module, name, lambda *_: "not wanted")
 

@@ -54,9 +54,9 @@ print(json.dumps(names))
 """
 
 
-def kernels(cache, mode, *, hopper, num_rows):
+def kernels(cache, mode, *, hopper, num_rows, dim=64):
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE, json.dumps([mode, 64, hopper, num_rows])]
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE, json.dumps([mode, dim, hopper, num_rows])]
     environment = {
         "PATH": "/usr/bin",
         "PYTHONPATH": ".pkgroot",
@@ -75,10 +75,16 @@ def test_in_bfloat16(tmp_path, hopper, num_rows):
     assert found == ["schedule_kernel", "forward_kernel", "key_grad_kernel", "query_grad_kernel"]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in SCALES if mode not in ("128x1", "per-tensor", "per-batch")])
-def test_in_fp8(tmp_path, mode):
-    found = kernels(tmp_path, mode, hopper=True, num_rows=4096)
-    assert {"quantize_kernel", "bound_scale_kernel", "forward_kernel", "key_grad_kernel", "query_grad_kernel"} < set(
-        found
-    )
+@pytest.mark.parametrize(
+    ("mode", "hopper", "dim"),
+    [
+        *((mode, True, 64) for mode in SCALES if mode not in ("128x1", "per-tensor", "per-batch")),
+        ("per-head", True, 256),
+        *((mode, False, 64) for mode in ("per-head", "per-block", "1xdim")),
+    ],
+)
+def test_in_fp8(tmp_path, mode, hopper, dim):
+    found = kernels(tmp_path, mode, hopper=hopper, num_rows=4096, dim=dim)
+    key_grad = "split_key_grad_kernel" if dim == 256 else "key_grad_kernel"
+    assert {"quantize_kernel", "bound_scale_kernel", "forward_kernel", key_grad, "query_grad_kernel"} < set(found)
     assert ("amax_kernel" in found) == (SCALES[mode] == "user")  # of "fp8" the output's gradient has a scale
