@@ -35,8 +35,7 @@ class KeyTile:
     """Of dK and dV: rows against keys that a program takes at a time, and how many tiles of rows are in flight.
 
     split: one group of four warps sums dV, a second one dK, and num_warps is that of a group. Otherwise each group of
-    four warps sums both, of 64 keys at most. held: keys and values stay in registers; of FP8 a split one holds values
-    anyway.
+    four warps sums both, of 64 keys at most.
     """
 
     rows: int
@@ -44,15 +43,12 @@ class KeyTile:
     num_warps: int
     stages: int
     split: bool = False
-    held: bool = False
 
     def __post_init__(self) -> None:
         check_number("rows", self.rows, 16, 128, power_of_two=True)
         check_number("keys", self.keys, 64, 128, power_of_two=True)
         check_number("num_warps", self.num_warps, 4, 4 if self.split else 8, power_of_two=True)
         check_number("stages", self.stages, 2, 8)  # with one, a tile would be overwritten while it is in use
-        if self.split and self.held:
-            raise ValueError("held = True doesn't go with split = True")
 
 
 @dataclass(frozen=True)
@@ -276,7 +272,7 @@ def _launch(
     batch = (schedule, *request.users(), *request.sizes(q), *request.factors())
     constants = {"DIM": dim, **request.mask_constants(), "SCALES": scales}
     rows, keys = tiles.key.rows, tiles.key.keys
-    options: dict[str, Any] = {"REGISTERS": _REGISTERS} if tiles.key.split else {"HELD": tiles.key.held}
+    options: dict[str, Any] = {"REGISTERS": _REGISTERS} if tiles.key.split else {}
     kernel = split_key_grad_kernel if tiles.key.split else key_grad_kernel
     kernel[request.grid(q, keys)](
         *by_key,

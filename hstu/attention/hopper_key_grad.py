@@ -15,11 +15,10 @@ from genrec.hstu.attention.hopper_scores import (
     visible_rows,
 )
 from genrec.hstu.attention.hopper_tiles import (
+    changing_zero,
     fetch_columns,
     find_tile,
-    hold_operand,
     make_barriers,
-    step_operand,
     store,
     tile_span,
     zero_from,
@@ -41,13 +40,13 @@ from genrec.hstu.attention.triton_spans import align_spans, count_masked, masked
 
 @gluon_jit
 def _key_grad_step(
-    i, dk, dv, key, value, q_smem, g_smem, q8_smem, g8_smem, full_bar, q_tiles, g_tiles, q8_tiles, g8_tiles,
+    i, dk, dv, k_smem, v_smem, q_smem, g_smem, q8_smem, g8_smem, full_bar, q_tiles, g_tiles, q8_tiles, g8_tiles,
     next_row, next_start, column, first_slot, weight_scale, num_tiles, first,
     k_scale, v_scale, q_descale, g_descale, user, head, num_heads, begin, schedule,
     num_users, length, start, end, history_end, contexts, window, group_size,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
-    SCALES: gl.constexpr, HELD: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr,
+    SCALES: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr,
 ):  # fmt: skip
     """A tile of rows; its products with P and dS still run at the end."""
     slot = i % STAGES
@@ -57,11 +56,11 @@ def _key_grad_step(
             zero_from(q_smem.index(slot), end - start, ROWS, DIM)
             zero_from(g_smem.index(slot), end - start, ROWS, DIM)
     s = warpgroup_mma(
-        step_operand(key, i, first, HELD), q8_smem.index(slot).permute((1, 0)),
+        k_smem.index(changing_zero(i, first)), q8_smem.index(slot).permute((1, 0)),
         gl.zeros([KEYS, ROWS], gl.float32, s_layout), use_acc=False, is_async=True,
     )  # fmt: skip
     dp = warpgroup_mma(
-        step_operand(value, i, first, HELD), g8_smem.index(slot).permute((1, 0)),
+        v_smem.index(changing_zero(i, first)), g8_smem.index(slot).permute((1, 0)),
         gl.zeros([KEYS, ROWS], gl.float32, s_layout), use_acc=False, is_async=True,
     )  # fmt: skip
     s, dk, dv = warpgroup_mma_wait(1, deps=[s, dk, dv])
@@ -130,7 +129,7 @@ def key_grad_kernel(
     num_users, num_heads, window, group_size, half_alpha, inverse_seqlen,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTEXTS: gl.constexpr, TARGETS: gl.constexpr, WINDOW: gl.constexpr,
-    SCALES: gl.constexpr, HELD: gl.constexpr,
+    SCALES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and their values.
 
@@ -213,8 +212,6 @@ def key_grad_kernel(
     if SCALES == "user":
         v_scale *= score_scale
     mbarrier.wait(kv_full.index(0), 0)
-    key = hold_operand(k_smem, HELD, s_layout)
-    value = hold_operand(v_smem, HELD, s_layout)
     grad_key = warpgroup_mma_init(grad_key)
     grad_value = warpgroup_mma_init(grad_value)
     for i in range(num_masked):
@@ -223,22 +220,22 @@ def key_grad_kernel(
             end = length
         next_start, _ = tile_span(i + STAGES - 1, num_masked, full, a, a_end, b, b_end, c, c_end, 0, 0, ROWS)
         grad_key, grad_value = _key_grad_step(
-            i, grad_key, grad_value, key, value, q_smem, g_smem, q8_smem, g8_smem, full_bar,
+            i, grad_key, grad_value, k_smem, v_smem, q_smem, g_smem, q8_smem, g8_smem, full_bar,
             q_tiles, g_tiles, q8_tiles, g8_tiles, row + next_start, next_start, column, first_slot, weight_scale,
             num_tiles, first,
             k_scale, v_scale, q_descale, g_descale, user, head, num_heads, begin, schedule, num_users, length,
             start, end, history_end, contexts, window, group_size,
-            ROWS, KEYS, DIM, STAGES, True, CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, HELD, s_layout, a_layout,
+            ROWS, KEYS, DIM, STAGES, True, CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, s_layout, a_layout,
         )  # fmt: skip
     for i in range(num_masked, num_tiles):
         start = full + (i - num_masked) * ROWS
         grad_key, grad_value = _key_grad_step(
-            i, grad_key, grad_value, key, value, q_smem, g_smem, q8_smem, g8_smem, full_bar,
+            i, grad_key, grad_value, k_smem, v_smem, q_smem, g_smem, q8_smem, g8_smem, full_bar,
             q_tiles, g_tiles, q8_tiles, g8_tiles, row + start + (STAGES - 1) * ROWS, start + (STAGES - 1) * ROWS,
             column, first_slot, weight_scale, num_tiles, first,
             k_scale, v_scale, q_descale, g_descale, user, head, num_heads, begin, schedule, num_users, length,
             start, 0, history_end, contexts, window, group_size,
-            ROWS, KEYS, DIM, STAGES, False, CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, HELD, s_layout, a_layout,
+            ROWS, KEYS, DIM, STAGES, False, CAUSAL, CONTEXTS, TARGETS, WINDOW, SCALES, s_layout, a_layout,
         )  # fmt: skip
     grad_key, grad_value = warpgroup_mma_wait(0, deps=[grad_key, grad_value])
     if SCALES == "user":

@@ -47,8 +47,7 @@ def quantize_batch(
     other_tiles = [_empty_tiles(x, num_users) for x in (q, k)] if has_products else [None, None]
     weight_scale = q.new_empty(num_users, num_heads, dtype=torch.float32)
     num_cells, num_scales = _num_cells(mode, num_users, num_heads), num_users * num_heads
-    cells = torch.zeros(3 * num_scales + 6 * num_cells, dtype=torch.int32, device=q.device)
-    v_norm, norms, amax = cells.split([num_scales, 2 * num_scales, 6 * num_cells])
+    v_norm, norms, amax = _zeros(q.device, num_scales, 2 * num_scales, 6 * num_cells)
     if v.numel() > 0:
         q, k, v = (with_dense_heads(x) for x in (q, k, v))
         batch = (schedule, *strides(q, k, v), num_users, num_heads)
@@ -91,8 +90,7 @@ def quantize_grad(
     tiles = None if v_norm is None else _empty_tiles(grad, num_users)
     score_scale = None if v_norm is None else torch.empty_like(v_norm)
     num_cells, num_norms = _num_cells(mode, num_users, num_heads), 0 if v_norm is None else v_norm.numel()
-    cells = torch.zeros(2 * num_cells + num_norms, dtype=torch.int32, device=grad.device)
-    amax, norm = cells.split([2 * num_cells, num_norms])
+    amax, norm = _zeros(grad.device, 2 * num_cells, num_norms)
     if grad.numel() > 0:
         grad = with_dense_heads(grad)
         batch = (schedule, *strides(grad, grad, grad), num_users, num_heads)
@@ -111,6 +109,15 @@ def quantize_grad(
             if v_norm is not None and score_scale is not None:
                 _bound_scale(norm, v_norm.view(torch.int32), score_scale, MAX_SLOPE)
     return QuantizedGrad(rows=rows, tiles=tiles, score_scale=score_scale)
+
+
+def _zeros(device: torch.device, *sizes: int) -> list[Tensor]:
+    """int32 of these sizes, in one memory, from addresses that divide by 16: others take another compilation."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // 4) * 4)
+    memory = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _bound_scale(norms: Tensor, other_norms: Tensor, scale: Tensor, factor: float) -> None:
