@@ -25,7 +25,7 @@ from genrec.data.dataset import SequenceDataset
 from genrec.data.format import LOADER_MODES, DataError, check_one_of
 from genrec.data.item_features import read_padded_values
 from genrec.data.windows import WindowPlan, plan_evaluation, plan_training
-from genrec.data.worker_signals import outlive_sigterm
+from genrec.data.worker_signals import outlive_sigterm, sigterm_held
 
 LABELS = ("mask", "class")
 
@@ -127,7 +127,9 @@ class SequenceLoader:
             worker_init_fn=outlive_sigterm,
             generator=torch.Generator(),  # or it would draw a seed, which nothing here uses, from the global generator
         )
-        for place, batch in zip(places, batches, strict=True):
+        with sigterm_held():
+            read = iter(batches)
+        for place, batch in zip(places, read, strict=True):
             if isinstance(batch, DataError):
                 raise batch
             # Before the hand-out, so that a state saved while the batch is trained on doesn't hold it again.

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def sigterm_held() -> Iterator[None]:
+    """Start workers within it: none is ended by a SIGTERM that comes before its ``outlive_sigterm``. This process gets
+    its own afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def outlive_sigterm(worker: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from genrec.data.collate import uniform
 from genrec.data.dataset import SequenceDataset
 from genrec.data.format import DataError
 from genrec.data.loader import SequenceLoader
+from genrec.data.worker_signals import outlive_sigterm
 
 LENGTHS = [3, 0, 17, 1, 12, 5, 8, 9, 2, 26, 4, 7]
 TRAIN = {"mode": "train", "label": "class", "max_history_seqlen": 5, "batch_size": 3}
@@ -176,6 +179,18 @@ def test_iterating_leaves_the_global_generator_alone(directory):
     torch.manual_seed(0)
     list(loader(directory, shuffle=True, event_dropout=0.5))
     assert torch.rand(1) == expected
+
+
+def test_a_worker_outlives_a_sigterm_that_comes_as_it_starts(directory, monkeypatch):
+    """A scheduler sends it to all processes of the group, whatever they are at."""
+
+    def told_to_end(worker):
+        os.kill(os.getpid(), signal.SIGTERM)
+        outlive_sigterm(worker)
+
+    straight = [parts(batch) for batch in loader(directory)]
+    monkeypatch.setattr("genrec.data.loader.outlive_sigterm", told_to_end)
+    assert [parts(batch) for batch in loader(directory, num_workers=1)] == straight
 
 
 def test_a_dataset_travels_to_a_worker(directory):

@@ -84,7 +84,7 @@ BINDINGS = (
 
 
 def names(run):
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.name != ".lock")
 
 
 def test_the_best_step_is_saved_and_kept(tmp_path, tiny_config, given_auc):
