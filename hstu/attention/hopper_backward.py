@@ -11,23 +11,19 @@ dO, which hold zeros beyond the user's end; with the others of q, k and dO as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper, matrix_descriptor
+from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, matrix_descriptor
 from genrec.hstu.attention.hopper_key_grad import key_grad_kernel
 from genrec.hstu.attention.hopper_key_grad_split import split_key_grad_kernel
 from genrec.hstu.attention.hopper_query_grad import query_grad_kernel
+from genrec.hstu.attention.hopper_support import HALF_PRECISION, why_not_here
 from genrec.hstu.attention.quantization import BLOCK, ScoreTensors
 from genrec.hstu.attention.request import Request
-from genrec.hstu.attention.triton_jit import gluon
 from genrec.hstu.attention.tuning import LEAST_FP8_SUM, check_number, tunable
-
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -184,24 +180,14 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, request: Reque
         return f"q, k, v and the gradient must share bfloat16 or float16, not {', '.join(str(x.dtype) for x in inputs)}"
     if not all(has_whole_rows(x) for x in inputs):
         return "TMA takes heads that lie side by side, in rows that start at multiples of 16 bytes"
-    return _why_not_here(q, q.shape[2], v.shape[2], request, widths)
+    return why_not_here(q, q.shape[2], v.shape[2], request, widths)
 
 
 def why_not_fp8(grad_output: Tensor, qk_dim: int, request: Request) -> str | None:
     """Why :func:`backward_fp8` can't serve a gradient (T, H, d_v); None if it can."""
     if grad_output.dtype not in HALF_PRECISION:
         return f"the gradient is bfloat16 or float16, not {grad_output.dtype}"
-    return _why_not_here(grad_output, qk_dim, grad_output.shape[2], request, FP8_TILES)
-
-
-def _why_not_here(x: Tensor, qk_dim: int, v_dim: int, request: Request, widths: Iterable[int]) -> str | None:
-    if gluon is None:
-        return "Triton with Gluon is not installed"
-    if not is_hopper(x):
-        return "it needs a GPU of compute capability 9.0"
-    if qk_dim not in widths or v_dim != qk_dim:
-        return f"heads of q and v share a width of {', '.join(map(str, widths))}, not {qk_dim} and {v_dim}"
-    return None if request.bias is None else "it has no relative bias"
+    return why_not_here(grad_output, qk_dim, grad_output.shape[2], request, FP8_TILES)
 
 
 def backward(

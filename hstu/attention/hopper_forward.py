@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, is_hopper, matrix_descriptor
+from genrec.hstu.attention.descriptors import descriptor, has_whole_rows, matrix_descriptor
 from genrec.hstu.attention.hopper_forward_kernel import forward_kernel
+from genrec.hstu.attention.hopper_support import HALF_PRECISION, why_not_here
 from genrec.hstu.attention.quantization import BLOCK, QuantizedBatch
 from genrec.hstu.attention.request import Request, device_of, strides
-from genrec.hstu.attention.triton_jit import gluon
 from genrec.hstu.attention.tuning import check_number, tunable
 
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 GROUP_ROWS = 64  # what one warp group's matrix instruction takes
 
 
@@ -86,15 +84,8 @@ def why_not_fp8(v: Tensor, batch: QuantizedBatch, request: Request, scales: str)
 
 
 def _why_not_here(q: Tensor, v: Tensor, request: Request, tiles: dict[int, HopperTile]) -> str | None:
-    if gluon is None:
-        return "Triton with Gluon is not installed"
-    if not is_hopper(q):
-        return "it needs a GPU of compute capability 9.0"
-    if q.shape[2] not in tiles or v.shape[2] != q.shape[2]:
-        return f"heads of q and v share a width of {', '.join(map(str, tiles))}, not {q.shape[2]} and {v.shape[2]}"
-    if request.bias is not None:
-        return "it has no relative bias"
-    return "the batch has no users" if request.num_users == 0 else None
+    reason = why_not_here(q, q.shape[2], v.shape[2], request, tiles)
+    return "the batch has no users" if reason is None and request.num_users == 0 else reason
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, output: Tensor, schedule: Tensor, request: Request) -> None:

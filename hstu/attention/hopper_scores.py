@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from genrec.hstu.attention.triton_jit import gl, gluon_jit
+from genrec.hstu.attention.triton_jit import FOUR_TO_FP8, gl, gluon_jit
 from genrec.hstu.attention.triton_schedule import FP8_BLOCK, find_first_slot
 from genrec.hstu.attention.triton_spans import visible
 
@@ -96,12 +96,7 @@ def as_operand(scores, layout: gl.constexpr, dtype: gl.constexpr):
         KEYS: gl.constexpr = scores.shape[1]
         scores = scores.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, KEYS])
         operand = gl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
+            FOUR_TO_FP8,
             "=r,f,f,f,f",
             [gl.convert_layout(scores, layout)],
             dtype=gl.float8e4nv,

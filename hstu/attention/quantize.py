@@ -16,7 +16,7 @@ in one, ptxas 12.8 made code that was wrong on an H200, and right without optimi
 from __future__ import annotations
 
 from genrec.hstu.attention import quantization
-from genrec.hstu.attention.triton_jit import INTERPRETED, PER_BATCH, constexpr, jit, kernel, tl
+from genrec.hstu.attention.triton_jit import FOUR_TO_FP8, INTERPRETED, PER_BATCH, constexpr, jit, kernel, tl
 from genrec.hstu.attention.triton_schedule import find_tile
 from genrec.hstu.precision.formats import E4M3
 
@@ -177,12 +177,7 @@ def _words(a, b, c, d, ASM: tl.constexpr):
     """FP8 of four float32 in each int32, that of ``a`` the lowest. Bytes put together cost three times as much."""
     if ASM:
         words = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
+            FOUR_TO_FP8,
             "=r,f,f,f,f",
             [a, b, c, d],
             dtype=tl.int32,

@@ -37,7 +37,7 @@ __all__ = [
     "triton", "tl", "TensorDescriptor",
     "gluon", "gl", "GluonDescriptor", "fence_async_shared", "mbarrier", "tma",
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
-    "INTERPRETED", "PER_BATCH", "constexpr", "jit", "gluon_jit", "kernel", "gluon_kernel",
+    "FOUR_TO_FP8", "INTERPRETED", "PER_BATCH", "constexpr", "jit", "gluon_jit", "kernel", "gluon_kernel",
 ]  # fmt: skip
 
 # Triton's own switch for running kernels on the CPU, read as the kernels are defined.
@@ -49,6 +49,17 @@ PER_BATCH = ["num_users", "num_rows", "window", "group_size", "num_positions", "
 def constexpr(value: Any) -> Any:
     """A constant of a module that kernels may read."""
     return value if triton is None else tl.constexpr(value)
+
+
+# PTX that puts four float32 as e4m3 into a word, the first lowest, for ``inline_asm_elementwise`` with "=r,f,f,f,f".
+FOUR_TO_FP8 = constexpr(
+    """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+    }"""
+)
 
 
 def jit(function: Any, **options: Any) -> Any:

@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from genrec.hstu.attention import triton_jit
+
+# A driver that compiles for sm_90 and launches nothing.
+HOPPER_DRIVER = """
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    launcher_cls = lambda self, source, metadata: lambda *args: None
+
+    class utils:
+        load_binary = staticmethod(lambda *_: (1, 1, 0, 0, 1024))
+        get_device_properties = staticmethod(lambda _: {"max_shared_mem": 232448})
+
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 7
+    get_device_capability = lambda self, device=0: (9, 0)
+
+triton.runtime.driver.set_active(Driver())
+"""
+
+
+@pytest.fixture
+def compiling_for_hopper(tmp_path):
+    """``compiling_for_hopper(code, argument)`` runs Python code where kernels compile for Hopper; what it prints."""
+    pytest.importorskip("triton")
+
+    def run(code, *arguments):
+        command = [sys.executable, "-W", "ignore", "-c", HOPPER_DRIVER + code, *arguments]
+        settings = {"PYTHONPATH": ".pkgroot", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+        done = subprocess.run(
+            command, env={"PATH": "/usr/bin", **settings}, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="module")

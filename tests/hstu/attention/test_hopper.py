@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from genrec.hstu.attention import hopper_backward, hopper_forward
+from genrec.hstu.attention import hopper_backward, hopper_forward, hopper_support
 from genrec.hstu.attention.mask import MaskRules
 from genrec.hstu.attention.request import Request
 
@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 @pytest.fixture
 def on_hopper(monkeypatch):
     """As if tensors lay on such a GPU."""
-    for module in (hopper_forward, hopper_backward):
-        monkeypatch.setattr(module, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper_support, "is_hopper", lambda _: True)
     monkeypatch.setattr("genrec.hstu.attention.request.SHORT", 0)  # users of few tokens count as long
 
 
