@@ -242,23 +242,30 @@ def test_the_host_never_waits_and_auto_takes_triton():
     assert all(torch.equal(a, b) for a, b in zip(chosen, named, strict=True))
 
 
-def test_rows_beyond_32_bits_of_elements():
-    """The last user lies 2.4e9 numbers into a buffer; alone at its start it comes out the same."""
-    wide = torch.zeros(300_000, 8192, dtype=torch.bfloat16, device="cuda")
-    last = torch.randn(1000, 3 * 64, device="cuda").to(torch.bfloat16)
-    wide[-1000:, : 3 * 64] = last
+@pytest.mark.parametrize("quantization", ["bf16", "per-head"])
+def test_rows_beyond_32_bits_of_elements(quantization):
+    """The last user lies 2.17e9 numbers into q, k and v, in FP8 too, and every result; alone, it comes out the same."""
+    rows, heads, width = 266_000, 32, 256
+    last = torch.randn(1000, 3 * heads * width, device="cuda").to(torch.bfloat16)
+    wide = torch.zeros(rows, 3 * heads * width, dtype=torch.bfloat16, device="cuda")
+    wide[-1000:] = last
 
     def attend(x, offsets):
-        x = x.detach().requires_grad_()
-        q, k, v = (part.unflatten(1, (1, 64)) for part in x[:, : 3 * 64].split(64, dim=1))
+        q, k, v = (part.unflatten(1, (heads, width)) for part in x.requires_grad_().chunk(3, dim=1))
         output = hstu_attention(
-            q, k, v, offsets=offsets, max_seqlen=299_000, scaling_seqlen=1000, max_attn_len=500, backend="triton"
+            q,
+            k,
+            v,
+            offsets=torch.tensor(offsets, device="cuda"),
+            max_seqlen=rows - 1000,
+            scaling_seqlen=1000,
+            max_attn_len=500,
+            backend="triton",
+            quantization=quantization,
         )
-        grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
-        return [y[-1000:] for y in (output, *grads)]
+        return output[-1000:], torch.autograd.grad(output, x, torch.ones_like(output))[0][-1000:]
 
-    far = attend(wide, torch.tensor([0, 299_000, 300_000], device="cuda"))
-    near = attend(last, torch.tensor([0, 1000], device="cuda"))
+    near, far = attend(last, [0, 1000]), attend(wide, [0, rows - 1000, rows])
     assert all(torch.equal(a, b) for a, b in zip(far, near, strict=True))
 
 
@@ -281,6 +288,7 @@ def test_torch_compile_takes_the_operator_whole():
 # That holds for the many scores of a long user. Of few, all may move: by no more than the largest step.
 FP8_MODES = ATTENTION_QUANTIZATIONS[1:]
 FEW, FP8_TOLERANCE, FP8_TOLERANCE_OF_FEW = 63, 2**-6, 2**-3
+BIAS_OF_LONG = 2**-8
 
 
 def fp8(mode, kwargs, backend="triton"):
@@ -355,3 +363,32 @@ def test_what_is_not_finite_stays_with_its_user(mask, mode, width):
             assert torch.equal(got[~spoiled], wanted[~spoiled]), f"{name} of the others with {value}"
             for start, stop in users[1::2]:
                 assert not got[start:stop].isfinite().all(), f"{name} of the user of {stop - start} hides {value}"
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kernels", ["fastest", "triton"], indirect=True)
+@pytest.mark.parametrize("width", HOPPER_WIDTHS)
+@pytest.mark.parametrize("mode", ["per-head", "1xdim"])
+def test_fp8_sums_of_one_sign_over_a_long_user(mode, width):
+    """Nothing cancels in sums over 8,192 tokens: what tensor cores drop of each addition would add up to a bias."""
+    length, generator = 8192, torch.Generator("cuda").manual_seed(0)
+    fused, grad = (torch.randn(length, n, width, generator=generator, device="cuda") for n in (4, 1))
+    fused[:, 1], grad = fused[:, 1].abs(), grad.abs()
+    fused, grad = fused.flatten(1).to(torch.bfloat16), grad.to(torch.bfloat16)
+    kwargs = {"offsets": torch.tensor([0, length], device="cuda"), "max_seqlen": length, "scaling_seqlen": length}
+    results = [
+        run(
+            lambda *x, backend=backend: hstu_attention(*x, backend=backend, quantization=mode, **kwargs),
+            fused,
+            grad,
+            width,
+        )
+        for backend in ("triton", "pytorch")
+    ]
+    mine, theirs = ((output.flatten(1), *grads.chunk(4, dim=1)[1:]) for output, grads in results)
+    for name, got, emulated in zip(("output", "dv", "dq", "dk"), mine, theirs, strict=True):
+        got, emulated = got.double(), emulated.double()
+        bias = float((got * emulated).sum() / (emulated * emulated).sum()) - 1
+        error = float((got - emulated).norm() / emulated.norm())
+        print(f"{mode} {width} {name}: bias {bias:.2e}, error {error:.2e}")
+        assert abs(bias) <= BIAS_OF_LONG and error <= FP8_TOLERANCE, f"{name}: bias {bias:.2e}, error {error:.2e}"
