@@ -91,8 +91,8 @@ def as_fp8_operand(scores, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 @jit
 def add_fp8_product(scores, columns, total, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """total + scores columns, of scores (DOWN, ACROSS), which are rounded, and columns of :func:`load_columns`."""
-    # Hopper's FP8 products keep 14 bits of a sum: each tile's is added in float32.
-    return tl.dot(as_fp8_operand(scores, DOWN, ACROSS), columns, total, max_num_imprecise_acc=ACROSS)
+    # Without max_num_imprecise_acc: in loops Triton 3.6 then adds up what Hopper's tensor cores haven't computed yet.
+    return tl.dot(as_fp8_operand(scores, DOWN, ACROSS), columns, total)
 
 
 @jit

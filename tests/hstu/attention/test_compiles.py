@@ -9,8 +9,8 @@ import pytest
 from genrec.hstu.attention.quantization import SCALES
 
 # Attention forward and backward.
-COMPILE = """
-import json, sys
+COMPILE = r"""
+import json, re, sys
 import torch
 from genrec.hstu.attention import compiled, hopper_support, operators, operators_fp8
 from genrec.hstu.attention.mask import MaskRules
@@ -22,7 +22,14 @@ names, compile_one = [], compiled.Kernel._compile
 
 def noted(self, grid, args, constants):
     names.append(self._jit.fn.__name__)
-    return compile_one(self, grid, args, constants)
+    found, values = compile_one(self, grid, args, constants)
+    # A product runs beside other instructions until it is waited for: none may read its sum before that.
+    for queued in re.findall(r"wgmma[.]mma_async.*?wgmma[.]commit_group", found.asm["ptx"], re.DOTALL):
+        sums = set(re.findall(r"%\w+", " ".join(re.findall(r"mma_async.*?{(.*?)}", queued))))
+        read = re.findall(r"^\s*(?:add|sub|mul|fma)\S*[.]f32\s+%\w+, (.*);", queued, re.MULTILINE)
+        early = sums & set(re.findall(r"%\w+", " ".join(read)))
+        assert not early, f"{names[-1]} reads a product that may still run"
+    return found, values
 
 compiled.Kernel._compile = noted
 offsets = torch.tensor([0, 5, num_rows])
