@@ -80,12 +80,12 @@ class Kernel:
 
 
 def _kind(x: Any, varies: bool) -> Any:
-    if isinstance(x, Tensor):
-        return (x.dtype, x.data_ptr() % 16 == 0)
-    if isinstance(x, Descriptor):
+    # By type first: isinstance of a Tensor asks its metaclass.
+    of = type(x)
+    if of is int:
+        return (int, -(2**31) <= x < 2**31, x < 2**63) if varies else x
+    if of is Descriptor:
         return x.kind
-    if type(x) is float:
+    if of is float:
         return float
-    if varies and type(x) is int:
-        return (int, -(2**31) <= x < 2**31, x < 2**63)
-    return x
+    return (x.dtype, x.data_ptr() % 16 == 0) if of is Tensor or isinstance(x, Tensor) else x

@@ -18,6 +18,7 @@ MIN_DIM, MAX_DIM = 32, 256
 SHORT = 512
 # Rows that a tile has at most: kernels multiply their number within it by a stride, in 32 bits.
 _MAX_TILE_ROWS = 256
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Request:
 
 def device_of(x: Tensor) -> Any:
     """Triton launches on the current device, which need not be that of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return _NOTHING if is_current else torch.cuda.device(x.device)
 
 
 def block_of(dim: int) -> int:
