@@ -80,7 +80,7 @@ class Kernel:
 
 
 def _kind(x: Any, varies: bool) -> Any:
-    # By type first: isinstance of a Tensor asks its metaclass.
+    # By type first: to ask whether another type is a Tensor takes its metaclass.
     of = type(x)
     if of is int:
         return (int, -(2**31) <= x < 2**31, x < 2**63) if varies else x
@@ -88,4 +88,4 @@ def _kind(x: Any, varies: bool) -> Any:
         return x.kind
     if of is float:
         return float
-    return (x.dtype, x.data_ptr() % 16 == 0) if of is Tensor or isinstance(x, Tensor) else x
+    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x

@@ -76,7 +76,7 @@ class Request:
 
 
 def device_of(x: Tensor) -> Any:
-    """Triton launches on the current device, which need not be that of ``x``."""
+    """Triton launches on the current device, which need not be that of ``x``; where it is, nothing happens."""
     is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
     return _NOTHING if is_current else torch.cuda.device(x.device)
 

@@ -91,8 +91,8 @@ def as_fp8_operand(scores, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 @jit
 def add_fp8_product(scores, columns, total, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """total + scores columns, of scores (DOWN, ACROSS), which are rounded, and columns of :func:`load_columns`."""
-    # Added in float32, of which FP8 tensor cores keep 14 bits or so. With max_num_imprecise_acc instead, the PTX of
-    # Triton 3.6 reads products in loops before it has waited for them.
+    # Added in float32 on Hopper, whose FP8 tensor cores keep 14 bits or so of a sum. With max_num_imprecise_acc instead
+    # the PTX of Triton 3.6 reads products in loops before it has waited for them.
     return total + tl.dot(as_fp8_operand(scores, DOWN, ACROSS), columns)
 
 

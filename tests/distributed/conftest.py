@@ -184,7 +184,7 @@ def _driver(setup: str) -> str:
 
 
 def _free_port() -> int:
-    """One that no outgoing connection gets meanwhile: those have ports from 32768 on (Linux)."""
+    """One that no outgoing connection gets meanwhile: on Linux, unless told otherwise, those are from 32768 on."""
     for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("localhost", port))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import polars
+import pyarrow.parquet as pq
 import pytest
 import torch
 from polars.testing import assert_frame_equal
@@ -33,37 +34,46 @@ def evaluations(output_dir):
 
 
 @pytest.fixture
-def one_rank(tmp_path, arguments):
-    """The output folder of one rank on batches of six."""
-    assert train_main("ranking", arguments(tmp_path / "one", *WHOLE_USERS, "TrainerArgs.train_batch_size = 6")) == 0
-    return tmp_path / "one"
+def unequal_files(tmp_path, write_tiny_dataset):
+    """The binding of a dataset whose seven users lie in files of one, four and two."""
+    directory = write_tiny_dataset(tmp_path / "prepared")
+    for path in sorted(directory.glob("*/00000.parquet")):
+        users = pq.read_table(path)
+        for number, (start, count) in enumerate(((0, 1), (1, 4), (5, 2))):
+            pq.write_table(users.slice(start, count), path.with_name(f"{number:05d}.parquet"))
+    return f"DatasetArgs.dataset_path = {str(directory)!r}"
 
 
-@pytest.mark.parametrize(("num_ranks", "balanced"), [(2, False), (3, True)])
-def test_ranks_equal_one_rank(tmp_path, arguments, on_forked_ranks, one_rank, num_ranks, balanced):
-    several = tmp_path / "several"
-    batch = f"TrainerArgs.train_batch_size = {6 // num_ranks}"
+# Of 4 sequences a step every second step has three, which leaves the last of four ranks without. Of 16 every step has
+# seven.
+@pytest.mark.parametrize(
+    ("num_ranks", "global_batch", "balanced"), [(2, 6, False), (3, 6, True), (4, 4, False), (4, 16, False)]
+)
+def test_ranks_equal_one_rank(tmp_path, arguments, on_forked_ranks, unequal_files, num_ranks, global_batch, balanced):
+    one, several, table = tmp_path / "one", tmp_path / "several", tmp_path / "several.parquet"
+    settings = (*WHOLE_USERS, unequal_files)
+    assert train_main("ranking", arguments(one, *settings, f"TrainerArgs.train_batch_size = {global_batch}")) == 0
+    batch = f"TrainerArgs.train_batch_size = {global_batch // num_ranks}"
     shuffler = f"TrainerArgs.enable_balanced_shuffler = {balanced}"
-    table = tmp_path / "several.parquet"
     finished = on_forked_ranks(
         num_ranks,
         [
-            ("train", arguments(several, *WHOLE_USERS, batch, shuffler)),
+            ("train", arguments(several, *settings, batch, shuffler)),
             # The one-rank checkpoint, so that the metrics must be equal to the last digit that counts.
-            ("evaluate", ["--checkpoint", str(one_rank), "--scores", str(table)]),
+            ("evaluate", ["--checkpoint", str(one), "--scores", str(table)]),
         ],
     )
     assert finished.returncode == 0, finished.stderr
-    torch.testing.assert_close(losses(several), losses(one_rank), rtol=1e-5, atol=0)
-    assert len(losses(one_rank)) == 20
+    torch.testing.assert_close(losses(several), losses(one), rtol=1e-5, atol=0)
+    assert len(losses(one)) == 20
     (balance,) = [line for line in read_lines(several / "metrics.jsonl") if line["event"] == "balance"]
     assert balance["enabled"] == balanced and 1 <= balance["balanced"] <= balance["sliced"] <= num_ranks
     assert ("balanced batches: the costliest rank has" in finished.stderr) == balanced
     assert "the costliest rank has" in (several / "report.html").read_text()
 
-    assert evaluate_main(["--checkpoint", str(one_rank), "--scores", str(tmp_path / "one.parquet")]) == 0
+    assert evaluate_main(["--checkpoint", str(one), "--scores", str(tmp_path / "one.parquet")]) == 0
     assert_frame_equal(polars.read_parquet(table), polars.read_parquet(tmp_path / "one.parquet"), rel_tol=1e-6)
-    for place, metrics in evaluations(one_rank).items():
+    for place, metrics in evaluations(one).items():
         assert evaluations(several)[place] == pytest.approx(metrics, rel=1e-4), place
 
 
@@ -110,12 +120,3 @@ def test_a_batch_size_makes_up_for_the_number_of_ranks(tmp_path, arguments, on_f
     finished = on_forked_ranks(2, [("train", command("parts", 2, 8))])
     assert "of 1 ranks with 2: with other random numbers than" in finished.stderr, finished.stderr
     torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
-
-
-def test_batches_of_four_with_few_users(tmp_path, arguments, on_forked_ranks):
-    """Seven users do not fill three ranks of four."""
-    finished = on_forked_ranks(
-        3, [("train", arguments(tmp_path / "run", *WHOLE_USERS, "TrainerArgs.train_batch_size = 4"))]
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert len(losses(tmp_path / "run")) == 20

@@ -23,12 +23,13 @@ names, compile_one = [], compiled.Kernel._compile
 def noted(self, grid, args, constants):
     names.append(self._jit.fn.__name__)
     found, values = compile_one(self, grid, args, constants)
-    # A product runs beside other instructions until it is waited for: none may read its sum before that.
-    for queued in re.findall(r"wgmma[.]mma_async.*?wgmma[.]commit_group", found.asm["ptx"], re.DOTALL):
-        sums = set(re.findall(r"%\w+", " ".join(re.findall(r"mma_async.*?{(.*?)}", queued))))
-        read = re.findall(r"^\s*(?:add|sub|mul|fma)\S*[.]f32\s+%\w+, (.*);", queued, re.MULTILINE)
-        early = sums & set(re.findall(r"%\w+", " ".join(read)))
-        assert not early, f"{names[-1]} reads a product that may still run"
+    # A product runs beside other instructions until it is waited for: none may compute with its sum before that.
+    for running in re.findall(r"wgmma[.]mma_async.*?wgmma[.]wait_group", found.asm["ptx"], re.DOTALL):
+        sums = set(re.findall(r"%\w+", " ".join(re.findall(r"mma_async.*?{(.*?)}", running))))
+        used = re.findall(r"^\s*(?!mov|wgmma)[a-z]\S*\s+[^,;]*%\w+, (.*);", running, re.MULTILINE)
+        early = sums & set(re.findall(r"%\w+", " ".join(used)))
+        assert sums and not early, f"{names[-1]} computes with a product that may still run"
+    assert "wgmma" in found.asm["ptx"] or not names[-1].endswith(("forward_kernel", "grad_kernel")), names[-1]
     return found, values
 
 compiled.Kernel._compile = noted
