@@ -30,6 +30,8 @@ def _hint(line: str) -> str:
     value = value if "'" in before_comment or '"' in before_comment else before_comment
     if value.lower() in _LITERALS and not _takes_text_alone(name):
         return f"write {name} = {_LITERALS[value.lower()]}"
+    if re.match(r"[A-Za-z_][\w.]*\(", value):
+        return "gin calls no functions, write the result"
     # Paths and names such as ml-20m hold operators too, but start with a letter, a dot, a slash or a tilde.
     if re.match(r"[A-Za-z_./~]", value) and not re.match(r"\.\d", value):
         return f"text needs quotes, such as {name} = '{value}'"

@@ -121,7 +121,11 @@ def read_metadata(directory: Path | str) -> DatasetMetadata:
     """
     path = Path(directory) / "metadata.json"
     if not path.is_file():
-        raise DataError(f"{directory} is not a prepared dataset, it has no metadata.json: run examples/prepare_data.py")
+        place = "" if Path(directory).is_absolute() else f" (in {Path.cwd()})"
+        raise DataError(
+            f"{directory}{place} is not a prepared dataset, it has no metadata.json: make it by "
+            f"examples/prepare_data.py --output {directory}, or bind DatasetArgs.dataset_path to where it is"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format_version"] != FORMAT_VERSION:
@@ -132,11 +136,28 @@ def read_metadata(directory: Path | str) -> DatasetMetadata:
         values["label_bits"] = tuple((str(name), int(least)) for name, least in values["label_bits"])
         features = values["item_features"].items()
         values["item_features"] = {name: ItemFeature(**{**v, "names": tuple(v["names"])}) for name, v in features}
-        return DatasetMetadata(**values)
+        return _checked(DatasetMetadata(**values))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from error
+        what = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is damaged ({what}): prepare the dataset again") from error
+
+
+def _checked(metadata: DatasetMetadata) -> DatasetMetadata:
+    """``metadata``; raises ValueError where a count is none."""
+    counts: dict[str, Any] = {
+        name: getattr(metadata, name)
+        for name in ("num_items", "num_actions", "positive_class", "num_users", "num_events")
+    }
+    for name in ("contextual_features", "num_targets", "num_rows"):
+        counts |= {f"{name}[{key!r}]": value for key, value in getattr(metadata, name).items()}
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r}, not a count")
+    if metadata.positive_class >= max(metadata.num_actions, 1):
+        raise ValueError(f"positive_class is {metadata.positive_class}, of {metadata.num_actions} classes")
+    return metadata
 
 
 def check_dataset_name(metadata: DatasetMetadata, dataset_name: str, *, directory: Path | str) -> None:

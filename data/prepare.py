@@ -5,13 +5,17 @@ Only a damaged version of the same dataset, or one in another format, is ever re
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import polars as pl
 
 from genrec.configs.schema import DATASET_NAMES, LATER_DATASET_NAMES, MOVIELENS_NAMES, UnavailableError
 from genrec.data.files import sync, sync_tree
@@ -27,6 +31,7 @@ logger = logging.getLogger(__name__)
 LOCAL = "local"
 DEFAULT_HOLDOUT = 10
 DEFAULT_SPLIT_SEED = 1234
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def prepare(
@@ -151,6 +156,10 @@ def _write_atomically(events: EventSource, output: Path, *, rule: str, holdout: 
         _replace(output, fresh, aside=scratch / "replaced")
         sync(output.parent)
         return metadata
+    except (OSError, pl.exceptions.ComputeError) as error:  # polars has its own, with a message alone
+        if getattr(error, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(error):
+            raise DataError(f"output {output} cannot be written ({os.strerror(errno.ENOSPC)})") from error
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

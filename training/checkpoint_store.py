@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -58,10 +59,19 @@ class CheckpointStore:
         def find() -> Path | None:
             found = newest_checkpoint(self.directory, sign=self.ranks.progress.sign)
             if found is None and self.steps():
+                on_disk(self._set_aside)
                 LOG.warning("no checkpoint in %s is whole: starts anew", self.directory)
             return found
 
         return self.ranks.gather(self.ranks.together(lambda: find() if self.ranks.is_main else None))[0]
+
+    def _set_aside(self) -> None:
+        """Give all checkpoints other names, so that what is still good in them is not overwritten."""
+        for path in by_step(self.directory):
+            asides = (path.with_name(f"damaged_{path.name}_{number}") for number in itertools.count(1))
+            aside = next(aside for aside in asides if not aside.exists())
+            path.rename(aside)
+            LOG.warning("%s is %s now", path, aside.name)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, newest first, whole or not."""

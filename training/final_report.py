@@ -48,8 +48,17 @@ def result_rows(results: Sequence[Line]) -> list[Row]:
     return rows
 
 
-def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoints: Path | None) -> None:
-    """The final table: a row for each split and protocol, of the first task; then where the outputs are."""
+def print_results(
+    results: Sequence[Line],
+    *,
+    outputs: Sequence[Path],
+    checkpoints: Path | None,
+    others: str = "metrics.jsonl has the others too",
+) -> None:
+    """The final table: a row for each split and protocol, of the first task; then where the outputs are.
+
+    others: where further tasks are to be found.
+    """
     first = [{**line, "metrics": {k: v for k, v in line["metrics"].items() if "_task" not in k}} for line in results]
     header, cells = _cells(first)
     table = Table(*header, title=f"results after step {results[-1]['step']}")
@@ -58,7 +67,7 @@ def print_results(results: Sequence[Line], *, outputs: Sequence[Path], checkpoin
     console = Console(soft_wrap=True)
     console.print(table)
     if first != list(results):
-        console.print("of the first task; metrics.jsonl has the others too")
+        console.print(f"of the first task; {others}")
     if outputs:
         console.print(f"outputs: {', '.join(map(str, outputs))}")
     console.print(f"checkpoints: {checkpoints or 'none, with TrainerArgs.ckpt_save_interval = 0'}")

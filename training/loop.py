@@ -55,12 +55,10 @@ class Loop:
         Raises Stopped, with a checkpoint of the step, where a rank has been asked to stop.
         """
         remaining = self.total_steps - self.step
-        if self.trainer.profile and remaining < self.trainer.profile_step_start:
-            LOG.warning("nothing is profiled: only %d steps are left, below profile_step_start", remaining)
         self._make_up_evaluation()
         micro_batches = grouped(self.run.loader, self.trainer.accumulate_steps)
         self.train_step.model.train()
-        with profiled(self.trainer, rank=self.ranks.rank) as profile_step:
+        with profiled(self.trainer, rank=self.ranks.rank, num_steps=remaining) as profile_step:
             while self.step < self.total_steps:
                 if not self.feed.num_left:
                     self.feed.begin(lambda: self._next(micro_batches), self._steps_to_pause())
@@ -157,12 +155,14 @@ def grouped(loader: TrainLoader, size: int) -> Iterator[list[Batch]]:
 
 
 @contextlib.contextmanager
-def profiled(trainer: TrainerArgs, *, rank: int) -> Iterator[Callable[[], Any]]:
+def profiled(trainer: TrainerArgs, *, rank: int, num_steps: int) -> Iterator[Callable[[], Any]]:
     """With TrainerArgs.profile, a Chrome trace of steps profile_step_start to profile_step_end into output_dir/profile.
 
-    Yields what to call after each step; steps are counted from the start of this process.
+    Yields what to call after each step; steps are counted from the start of this process, which has ``num_steps``.
     """
-    if not trainer.profile:
+    if trainer.profile and num_steps < trainer.profile_step_start:
+        LOG.warning("nothing is profiled: only %d steps are left, below profile_step_start", num_steps)
+    if not trainer.profile or num_steps < trainer.profile_step_start:
         yield lambda: None
         return
     folder = Path(trainer.output_dir) / "profile"

@@ -50,11 +50,17 @@ class ScoreTable:
 
 
 def write_table(table: polars.DataFrame, path: Path) -> None:
-    """Write ``table`` as parquet beside ``path`` and rename it there."""
+    """Write ``table`` as parquet beside ``path`` and rename it there; where that fails nothing is left.
+
+    Raises OSError and polars' own errors.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")
-    table.write_parquet(beside)
-    beside.replace(path)
+    try:
+        table.write_parquet(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def labelled_events(batch: Batch) -> Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from polars.exceptions import PolarsError
+
 from genrec.configs.loading import load_experiment
 from genrec.configs.schema import ConfigError, ExperimentConfig, Task, UserError
 from genrec.data.format import PROTOCOLS
@@ -77,7 +79,9 @@ def score(
         if ranks.is_main:
             step = read_host(checkpoint, rank=0)["step"]
             outputs = [] if scores_path is None else [scores_path]
-            print_results([evaluation_line(step, evaluation)], outputs=outputs, checkpoints=checkpoint)
+            others = "--scores FILE has labels and scores of the others"
+            line = evaluation_line(step, evaluation)
+            print_results([line], outputs=outputs, checkpoints=checkpoint, others=others)
     return evaluation
 
 
@@ -85,6 +89,8 @@ def _check_target(path: Path) -> None:
     """Raises UserError before the evaluation, rather than after it, where ``path`` can't be written."""
     if path.is_dir():
         raise UserError(f"--scores {path} cannot be written: it is a folder")
+    if path.exists() and not path.is_file():  # a device, which would be replaced
+        raise UserError(f"--scores {path} cannot be written: it is not a regular file")
     require_writable(path.parent, what=f"--scores {path}")
 
 
@@ -94,9 +100,12 @@ def _write(table: ScoreTable, path: Path, evaluator: Evaluator, ranks: Ranks) ->
     def write() -> None:
         try:
             write_table(rows, path)
-        except OSError as error:
+        except (OSError, PolarsError) as error:
             # Those of polars have a message alone.
-            reason = str(error).splitlines()[0] if error.strerror is None else f"{error.strerror} ({error.filename})"
+            strerror = getattr(error, "strerror", None)
+            reason = (
+                str(error).splitlines()[0] if strerror is None else f"{strerror} ({getattr(error, 'filename', '')})"
+            )
             raise UserError(f"--scores {path} cannot be written: {reason}") from error
 
     ranks.together(lambda: write() if ranks.is_main else None)

@@ -48,6 +48,7 @@ REFUSED_LINES = {
     "bare word": ("DatasetArgs.dataset_name = ml-20m", "run.gin:13: 'DatasetArgs.dataset_name = ml-20m' is not valid "
                   "gin: text needs quotes, such as DatasetArgs.dataset_name = 'ml-20m'"),
     "bare path": ("TrainerArgs.output_dir = ./out", "...text needs quotes, such as TrainerArgs.output_dir = './out'"),
+    "a call": ("OptimizerArgs.learning_rate = float('nan')", "...gin calls no functions, write the result"),
     "other language's true": ("TrainerArgs.profile = true", "...not valid gin: write TrainerArgs.profile = True"),
     "a name that looks like None": ("TrainerArgs.pipeline_type = none", "run.gin:13: ...text needs quotes, such as "
                                     "TrainerArgs.pipeline_type = 'none'"),

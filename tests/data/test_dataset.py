@@ -47,7 +47,9 @@ def test_whole(directory):
 
 
 def test_not_prepared(tmp_path):
-    assert_refused(tmp_path, "is not a prepared dataset, it has no metadata.json: run examples/prepare_data.py")
+    assert_refused(
+        tmp_path, "is not a prepared dataset, it has no metadata.json: make it by examples/prepare_data.py --output "
+    )
 
 
 def test_unknown_split(directory):
@@ -164,6 +166,10 @@ def test_bad_item_features(directory, change, message):
         (lambda v: v.update(format_version=0), "has format version 0, this version reads 2"),
         (lambda v: v.update(extra=1), "is damaged .*extra"),
         (lambda v: v.update(item_features=[]), "is damaged"),
+        (lambda v: v.update(num_items="many"), "is damaged .*num_items is 'many', not a count"),
+        (lambda v: v.update(num_actions=None), "is damaged .*num_actions is None, not a count"),
+        (lambda v: v["num_rows"].update(train=-5), r"is damaged .*num_rows\['train'\] is -5, not a count"),
+        (lambda v: v.update(positive_class=40), "is damaged .*positive_class is 40, of "),
         (lambda v: v["item_features"]["tags"].pop("names"), "is damaged .*names"),
     ],
 )

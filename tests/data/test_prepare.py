@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from genrec.configs.schema import UnavailableError
@@ -189,6 +191,22 @@ def test_refuses_to_replace_something_else(write_source, tmp_path):
     with pytest.raises(DataError, match="exists and is not a prepared dataset"):
         prepare("ml-1m", output=output / "thesis.txt", source=write_source("ml-1m"), holdout=1)
     assert (output / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "Error writing bytes to file"), pl.exceptions.ComputeError("No space left on device: x")],
+    ids=["of pyarrow", "of polars"],
+)
+def test_a_full_disk(write_source, tmp_path, monkeypatch, error):
+    def write(*_, **__):
+        raise error
+
+    monkeypatch.setattr("genrec.data.prepare.write_dataset", write)
+    source = write_source("ml-1m")
+    with pytest.raises(DataError, match=r"^output .*out cannot be written \(No space left on device\)$"):
+        prepare("ml-1m", output=tmp_path / "out", source=source, holdout=1)
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_output_that_cannot_be_written(write_source, tmp_path):

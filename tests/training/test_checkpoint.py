@@ -85,7 +85,24 @@ def test_where_nothing_is_whole_the_run_says_that_it_starts_anew(store, caplog):
     with caplog.at_level(logging.WARNING, logger="genrec"):
         assert store.newest() is None
     reasons = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.split(": ")[-1] for text in reasons] == 2 * ["it has no readable manifest.json"] + ["starts anew"]
+    assert [text.split(": ")[-1] for text in reasons[:2]] == 2 * ["it has no readable manifest.json"]
+    assert reasons[-1].endswith("is whole: starts anew")
+
+
+def test_what_is_set_aside_is_not_overwritten(store, caplog):
+    kept = []
+    for _ in range(2):
+        damaged = save(store, 1)
+        (damaged / "manifest.json").unlink()
+        kept.append({path.name: path.read_bytes() for path in damaged.iterdir()})
+        with caplog.at_level(logging.WARNING, logger="genrec"):
+            assert store.newest() is None
+        assert not damaged.exists() and store.steps() == []
+    save(store, 1)
+    for number, files in enumerate(kept, start=1):
+        aside = damaged.with_name(f"damaged_step_00000001_{number}")
+        assert f"{damaged} is {aside.name} now" in caplog.messages
+        assert {path.name: path.read_bytes() for path in aside.iterdir()} == files
 
 
 def test_interrupted_writing_is_ignored_and_cleared(store, caplog):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import shutil
 
@@ -179,27 +180,32 @@ def test_an_id_outside_its_table_is_told_with_the_split(tiny_config, tmp_path, w
         train(tiny_config(tmp_path / "out", f"DatasetArgs.dataset_path = {str(data)!r}"))
 
 
-@pytest.mark.parametrize("below", ["file/scores.parquet", "folder"])
+@pytest.mark.parametrize("below", ["file/scores.parquet", "folder", "pipe"])
 def test_scores_that_cannot_be_written_are_refused_before_evaluating(tiny_config, tmp_path, monkeypatch, below):
     train(tiny_config(tmp_path / "out"))
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     checkpoint = resolve_checkpoint(tmp_path / "out")
     config = load_checkpoint_config(checkpoint, gin_bindings=[])
     monkeypatch.setattr("genrec.training.scoring.Evaluator", None)  # not even built
-    with pytest.raises(UserError, match=r"^--scores .* cannot be written: .* is (not )?a folder$"):
+    with pytest.raises(UserError, match=r"^--scores .* cannot be written: .* is (not )?a (folder|regular file)$"):
         score(config, checkpoint, split="test", protocol="frozen", scores_path=tmp_path / below)
+    assert (tmp_path / "pipe").is_fifo()
 
 
-def test_scores_that_the_system_refuses_say_why(tiny_config, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [PermissionError, polars.exceptions.ComputeError])
+def test_scores_that_the_system_refuses_say_why(tiny_config, tmp_path, monkeypatch, kind):
     """Errors of polars have a message and no number."""
 
     def refuse(table, path):
-        raise PermissionError("Permission denied (os error 13): here")
+        path.write_text("half of it")
+        raise kind("Permission denied (os error 13): here")
 
     train(tiny_config(tmp_path / "out", "TrainerArgs.max_train_iters = 1"))
     checkpoint = resolve_checkpoint(tmp_path / "out")
     config = load_checkpoint_config(checkpoint, gin_bindings=[])
-    monkeypatch.setattr("genrec.training.scoring.write_table", refuse)
+    monkeypatch.setattr(polars.DataFrame, "write_parquet", refuse)
     with pytest.raises(UserError, match=r"cannot be written: Permission denied \(os error 13\): here$"):
         score(config, checkpoint, split="test", protocol="frozen", scores_path=tmp_path / "scores.parquet")
+    assert not list(tmp_path.glob("*scores.parquet*"))

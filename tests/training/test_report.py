@@ -166,6 +166,20 @@ def test_line_of_skipped_steps_alone_has_no_loss(tmp_path, tiny_config):
     assert losses[0] > 0 and losses[1:] == [None, None]
 
 
+def test_what_is_too_short_to_profile_says_so_alone(tmp_path, tiny_config, caplog):
+    with caplog.at_level(logging.INFO, logger="genrec"):
+        train(
+            tiny_config(
+                tmp_path / "run",
+                "TrainerArgs.profile = True",
+                "TrainerArgs.profile_step_start = 1000",
+                "TrainerArgs.profile_step_end = 1001",
+            )
+        )
+    assert sum("profile" in message for message in caplog.messages) == 1
+    assert not (tmp_path / "run" / "profile").exists()
+
+
 def test_profile_writes_a_chrome_trace(tmp_path, tiny_config):
     steps = ("TrainerArgs.profile_step_start = 2", "TrainerArgs.profile_step_end = 4")
     train(tiny_config(tmp_path / "run", "TrainerArgs.profile = True", *steps))
