@@ -101,11 +101,9 @@ def _write(table: ScoreTable, path: Path, evaluator: Evaluator, ranks: Ranks) ->
         try:
             write_table(rows, path)
         except (OSError, PolarsError) as error:
-            # Those of polars have a message alone.
-            strerror = getattr(error, "strerror", None)
-            reason = (
-                str(error).splitlines()[0] if strerror is None else f"{strerror} ({getattr(error, 'filename', '')})"
-            )
+            reason = str(error).splitlines()[0]  # polars' own have a message alone, also as an OSError
+            if isinstance(error, OSError) and error.strerror is not None:
+                reason = f"{error.strerror} ({error.filename})"
             raise UserError(f"--scores {path} cannot be written: {reason}") from error
 
     ranks.together(lambda: write() if ranks.is_main else None)
