@@ -22,20 +22,29 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to, which takes its place at the end; of what fails nothing is left."""
+    beside = path.with_name(f".{path.name}.writing")
+    beside.unlink(missing_ok=True)
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text``: a reader, and a crash, see the old content or the new."""
-    beside = path.with_name(f".{path.name}.writing")
-    write_synced(beside, text)
-    beside.replace(path)
+    with replacing(path) as beside:
+        write_synced(beside, text)
     sync(path.parent)
 
 
 def link_atomically(link: Path, target: str) -> None:
     """Let the symbolic link ``link`` lead to ``target``, as seen from its folder, whatever it led to before."""
-    beside = link.with_name(f".{link.name}.writing")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(link)
+    with replacing(link) as beside:
+        beside.symlink_to(target)
     sync(link.parent)
 
 

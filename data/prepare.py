@@ -157,8 +157,9 @@ def _write_atomically(events: EventSource, output: Path, *, rule: str, holdout: 
         sync(output.parent)
         return metadata
     except (OSError, pl.exceptions.ComputeError) as error:  # polars has its own, with a message alone
-        if getattr(error, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(error):
-            raise DataError(f"output {output} cannot be written ({os.strerror(errno.ENOSPC)})") from error
+        for number in _FULL:
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                raise DataError(f"output {output} cannot be written ({os.strerror(number)})") from error
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -54,7 +54,10 @@ class CheckpointStore:
         self._background = Background(ranks) if in_background else None
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; what is skipped on the way is logged, with the reason."""
+        """The newest whole checkpoint; what is skipped on the way is logged, with the reason.
+
+        Where none is whole, all get other names: the run that starts anew will write under theirs.
+        """
 
         def find() -> Path | None:
             found = newest_checkpoint(self.directory, sign=self.ranks.progress.sign)
@@ -68,8 +71,8 @@ class CheckpointStore:
     def _set_aside(self) -> None:
         """Give all checkpoints other names, so that what is still good in them is not overwritten."""
         for path in by_step(self.directory):
-            asides = (path.with_name(f"damaged_{path.name}_{number}") for number in itertools.count(1))
-            aside = next(aside for aside in asides if not aside.exists())
+            names = (f"damaged_{path.name}_{number}" for number in itertools.count(1))
+            aside = next(free for name in names if not (free := path.with_name(name)).exists())
             path.rename(aside)
             LOG.warning("%s is %s now", path, aside.name)
 

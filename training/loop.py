@@ -54,11 +54,10 @@ class Loop:
 
         Raises Stopped, with a checkpoint of the step, where a rank has been asked to stop.
         """
-        remaining = self.total_steps - self.step
         self._make_up_evaluation()
         micro_batches = grouped(self.run.loader, self.trainer.accumulate_steps)
         self.train_step.model.train()
-        with profiled(self.trainer, rank=self.ranks.rank, num_steps=remaining) as profile_step:
+        with profiled(self.trainer, rank=self.ranks.rank, num_steps=self.total_steps - self.step) as profile_step:
             while self.step < self.total_steps:
                 if not self.feed.num_left:
                     self.feed.begin(lambda: self._next(micro_batches), self._steps_to_pause())
@@ -160,9 +159,10 @@ def profiled(trainer: TrainerArgs, *, rank: int, num_steps: int) -> Iterator[Cal
 
     Yields what to call after each step; steps are counted from the start of this process, which has ``num_steps``.
     """
-    if trainer.profile and num_steps < trainer.profile_step_start:
+    is_too_short = num_steps < trainer.profile_step_start
+    if trainer.profile and is_too_short:
         LOG.warning("nothing is profiled: only %d steps are left, below profile_step_start", num_steps)
-    if not trainer.profile or num_steps < trainer.profile_step_start:
+    if not trainer.profile or is_too_short:
         yield lambda: None
         return
     folder = Path(trainer.output_dir) / "profile"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from genrec.data.batch import Batch
+from genrec.data.files import replacing
 from genrec.training.ranks import Ranks
 
 
@@ -55,12 +56,8 @@ def write_table(table: polars.DataFrame, path: Path) -> None:
     Raises OSError and polars' own errors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.writing")
-    try:
+    with replacing(path) as beside:
         table.write_parquet(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def labelled_events(batch: Batch) -> Tensor:

@@ -60,6 +60,18 @@ def test_files_and_links_are_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
+def test_of_what_cannot_be_written_nothing_is_left(tmp_path, monkeypatch):
+    write_atomically(tmp_path / "file", "old")
+
+    def refuse(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        write_atomically(tmp_path / "file", "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}
+
+
 def test_a_lock_where_there_are_none_is_told_and_other_errors_are_raised(tmp_path, monkeypatch, caplog):
     for number in (errno.ENOLCK, errno.EIO):
 

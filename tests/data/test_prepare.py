@@ -194,17 +194,21 @@ def test_refuses_to_replace_something_else(write_source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "Error writing bytes to file"), pl.exceptions.ComputeError("No space left on device: x")],
-    ids=["of pyarrow", "of polars"],
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "Error writing bytes to file"), "No space left on device"),
+        (OSError(errno.EDQUOT, "Error writing bytes to file"), "Disk quota exceeded"),
+        (pl.exceptions.ComputeError("No space left on device: x"), "No space left on device"),
+    ],
+    ids=["of pyarrow", "a quota", "of polars"],
 )
-def test_a_full_disk(write_source, tmp_path, monkeypatch, error):
+def test_a_full_disk(write_source, tmp_path, monkeypatch, error, reason):
     def write(*_, **__):
         raise error
 
     monkeypatch.setattr("genrec.data.prepare.write_dataset", write)
     source = write_source("ml-1m")
-    with pytest.raises(DataError, match=r"^output .*out cannot be written \(No space left on device\)$"):
+    with pytest.raises(DataError, match=rf"^output .*out cannot be written \({reason}\)$"):
         prepare("ml-1m", output=tmp_path / "out", source=source, holdout=1)
     assert not list(tmp_path.glob("*out*"))
 
